@@ -32,9 +32,10 @@ from bisect import *
 import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
 """
 PROGRAM_MODULE = "solution"  # in KodCode's tests
+IMPORT = "__import_from_program__"
 # type -> (what of a value is sent, what makes it again)
 OTHERS = {
-    collections.deque: (list, collections.deque),
+    collections.deque: (lambda value: [value.maxlen, *value], lambda items: collections.deque(items[1:], items[0])),
     range: (lambda value: [value.start, value.stop, value.step], lambda items: range(*items)),
     type({}.keys()): (list, lambda items: dict.fromkeys(items).keys()),
     type({}.values()): (list, lambda items: dict(enumerate(items)).values()),
@@ -75,12 +76,13 @@ def serve():
     import json
 
     requests, replies = private(0, "r"), private(1, "w")
-    namespace, kept = imported(), Kept()
+    namespace, kept, usual = imported(), Kept(), {}
+    exec(USUAL_IMPORTS, usual)
     for line in requests:
         try:
             subject, kind, *given = json.loads(line)
-            if kind == "name":
-                if subject not in namespace:
+            if kind in ("name", "import"):
+                if subject not in namespace or kind == "import" and namespace[subject] is usual.get(subject):
                     raise NameError(subject)
                 value = namespace[subject]
             elif kind == "attribute":
@@ -121,9 +123,15 @@ def check():
             kind = RuntimeError  # StopIteration would end a loop of the tests unnoticed
         raise kind(str(reply.get("text")))
 
+    def import_from_program(name):
+        try:
+            return ask(name, "import")
+        except NameError as error:
+            raise ImportError(name) from error
+
     with open(TESTS, encoding="utf-8") as file:
-        tree = ast.fix_missing_locations(FromProgram().visit(ast.parse(file.read())))
-    namespace = {"__name__": "test"}
+        tree = ast.parse(file.read())
+    namespace = {"__name__": "test", IMPORT: import_from_program}
     exec(USUAL_IMPORTS, namespace)
     for name in of_program(tree, namespace):
         with contextlib.suppress(NameError):  # a name of the tests themselves
@@ -132,19 +140,25 @@ def check():
     for name in {node.id for node in dotted if isinstance(node, ast.Name)}:
         with contextlib.suppress(ImportError):
             namespace[name] = importlib.import_module(name)  # the program may have changed its own copy
+    import_by_call(tree)
     exec(compile(tree, TESTS, "exec"), namespace)
     verdict.write(VERDICT)
     verdict.flush()
 
 
-class FromProgram(ast.NodeTransformer):
-    """Removes imports from the program, whose names tests have anyway."""
+def import_by_call(tree):
+    """Turns imports from the program into calls of IMPORT, but for `*`: tests have the program's names anyway."""
+    for node in ast.walk(tree):  # a NodeTransformer would end at Python's limit of recursion in a long sum
+        for part in ("body", "orelse", "finalbody"):
+            if isinstance(block := getattr(node, part, None), list):
+                setattr(node, part, [statement for each in block for statement in called_for(each)])
 
-    def visit_ImportFrom(self, node):
-        if node.module != PROGRAM_MODULE or node.level:
-            return node
-        renamed = [name for name in node.names if name.asname]
-        return [ast.parse(f"{name.asname} = {name.name}").body[0] for name in renamed] or ast.Pass()
+
+def called_for(statement):
+    if not isinstance(statement, ast.ImportFrom) or statement.module != PROGRAM_MODULE or statement.level > 1:
+        return [statement]
+    names = [(name.asname or name.name, name.name) for name in statement.names if name.name != "*"]
+    return ast.parse("\n".join(f"{mine} = {IMPORT}({name!r})" for mine, name in names) or "pass").body
 
 
 def of_program(tree, known):

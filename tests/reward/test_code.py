@@ -196,7 +196,7 @@ class Pair:
 def longest(pairs): return max(pairs, key=Pair.total)
 def plain(x): return x, {1: {2, 3}, "k": b"b"}, frozenset([1j]), None, float("inf")
 def lazily(n): return (i for i in range(n))
-def lists(d): return range(2), __import__("collections").deque([3]), d.keys(), d.values(), d.items()
+def lists(d): return range(2), deque([3], maxlen=1), d.keys(), d.values(), d.items()
 def fails(): raise KeyError("k")
 def sum(a, b): return a - b
 def merge(a, b): return [3]
@@ -207,8 +207,9 @@ def own():
     tests = [
         "assert longest([Pair(1, 2), Pair(3, 4)]).first == 3 and Pair(1, 2).total() == 3",
         "assert plain((1, [2])) == ((1, [2]), {1: {2, 3}, 'k': b'b'}, frozenset([1j]), None, float('inf'))",
-        "from solution import lists as made\nr, q, k, v, i = made({1: 2})\nassert q.popleft() == 3 and list(v) == [2]\n"
-        "assert r == range(2) and q == collections.deque() and k == {1} and i == {(1, 2)}",
+        "from .solution import lists as made\nr, q, k, v, i = made({1: 2})\nassert q.popleft() == 3 and list(v) == [2]\n"
+        "assert r == range(2) and q == collections.deque() and q.maxlen == 1 and k == {1} and i == {(1, 2)}",
+        f"def check():\n    from solution import sum as sum, merge\n    assert sum(9, merge(1, 2)[0]) == {'1+' * 700}0 - 694\ncheck()",
         "assert list(lazily(3)) == [0, 1, 2] and lazily(0) != []",
         "try:\n    fails()\nexcept KeyError: pass\nelse: assert False",
         "try:\n    own()\nexcept RuntimeError as error: assert str(error) == 'o'",
@@ -220,7 +221,9 @@ def own():
     ]
     for test in tests:
         assert score(prompt([test]), response(program)) == 1.0, test
-    for test in ("assert plain(lambda: 1)", "assert Pair(1, 2) == Pair(1, 2)", "assert absent(1)"):
+    lacks = "from solution import {}\nassert {}([1, 2])"
+    none = [lacks.format(*name) for name in (("max", "max"), ("permutations as made", "made"), ("absent", "len"))]
+    for test in ("assert plain(lambda: 1)", "assert Pair(1, 2) == Pair(1, 2)", "assert absent(1)", *none):
         assert score(prompt([test]), response(program)) == 0.0, test
 
 
