@@ -122,13 +122,18 @@ def checked_config(files: Sequence[str], keys: Sequence[str], ranks: int, *, req
     """Returns the composed config; errors in it are found now and not after hours in a queue. Needs neither torch nor
     the model.
 
-    Raises ConfigError as `compose` does, for an output_dir with files that are not of a run, for a number of ranks
+    Raises ConfigError as `compose` does, for an output_dir with files that are not of this run, for a number of ranks
     that the layout does not divide, and for a job that may be `requeued` and must not resume.
     """
     from dynamo_megatron.config.files import compose
 
     config, _ = compose(files, keys)
-    refuse_foreign(Path(config.output_dir))
+    try:
+        from dynamo_megatron.jobs.output_dir import OutputDir
+    except ModuleNotFoundError:  # an environment for launchers alone, without zstandard
+        refuse_foreign(Path(config.output_dir))
+    else:
+        OutputDir(config).check()
     if requeued and config.trainer.resume == "never":
         raise ConfigError("trainer.resume: never: the job could not go on once it is requeued; set auto")
     if misfit := config.parallel.misfit(ranks):

@@ -50,10 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _choose_temporary_folder() -> None:
     """Python does without a TMPDIR that is not there, torch's shared memory does not. Unix sockets have short names."""
+    if (given := os.environ.get("TMPDIR")) is None:
+        return
     with contextlib.suppress(OSError):
         usable = tempfile.gettempdir()
         if len(os.fsencode(usable)) > SOCKETS and os.access("/tmp", os.W_OK):
             usable = "/tmp"
+        if usable != os.path.abspath(given):
+            why = f"is no folder to write to, or longer than {SOCKETS} bytes"
+            print(f"TMPDIR: {given} {why}; temporary files are in {usable}", file=sys.stderr, flush=True)
         os.environ["TMPDIR"] = tempfile.tempdir = usable
 
 

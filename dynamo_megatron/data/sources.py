@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -283,8 +284,10 @@ def dataset_rows(source: str) -> Iterator[dict[str, Any]]:
         raise InputError(f"data.source: {source}: {error}; pip install 'dynamo-megatron[datasets]'") from None
     if any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json")):
         dataset = datasets.load_from_disk(name)
-        alone = not isinstance(dataset, dict)
-        splits = {str(dataset.split or "train"): dataset} if alone else dataset
+        splits, alone = dataset, not isinstance(dataset, dict)
+        if alone:  # it may be a part of a split: "train[:3]"
+            own = str(dataset.split or "train")
+            splits = dict.fromkeys([own, *re.findall(r"\w+", own)[:1]], dataset)
         split = options.pop("split", next(iter(splits)) if alone else "train")
         if options or split not in splits:
             raise InputError(

@@ -258,8 +258,7 @@ class Answers:
         try:
             messages = [_readable(message) for message in chat_messages(prompt, self._config.system_prompt)]
             for number, message in enumerate(messages):
-                greets = all(other["role"] == "system" for other in messages[:number])  # and answers nothing
-                if message["role"] != "assistant" or greets:
+                if message["role"] != "assistant" or number < _greetings(messages):
                     continue
                 before, context = messages[:number], None
                 if held:
@@ -279,6 +278,15 @@ class Answers:
         if not examples:
             raise InputError(f"prompt {prompt.prompt_id!r}: no user speaks before the assistant")
         return examples
+
+
+def _greetings(messages: list[Message]) -> int:
+    """How many messages are before the first user's, if there is one and nothing calls a tool before it: what the
+    assistant says there answers nothing. At least 1, since the first message has no context."""
+    roles = [message["role"] for message in messages]
+    first = roles.index("user") if "user" in roles else 0
+    calls = "tool" in roles[:first] or any(message.get("tool_calls") for message in messages[:first])
+    return 1 if calls else max(1, first)
 
 
 def tools_of(prompt: Prompt) -> list[Any] | None:

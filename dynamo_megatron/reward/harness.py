@@ -82,7 +82,7 @@ def serve():
         try:
             subject, kind, *given = json.loads(line)
             if kind in ("name", "import"):
-                if subject not in namespace or kind == "import" and namespace[subject] is usual.get(subject):
+                if subject not in namespace or (kind == "import" and namespace[subject] is usual.get(subject)):
                     raise NameError(subject)
                 value = namespace[subject]
             elif kind == "attribute":

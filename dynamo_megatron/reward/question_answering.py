@@ -23,10 +23,12 @@ REFERENCES = ("text", "target", "aliases")  # the list's name in SQuAD, Search-R
 LETTER = re.compile(
     r"(?<![\w'’])(?!I['’ ])(?!A (?!(?:is|and|or|because|since|as|but|only|here|seems)\b)[a-z])([A-Z])(?![\w'’])"
 )
+A_LETTER = f"(?-i:{LETTER.pattern.replace('([A-Z])', '[A-Z]')})"  # without its group, in patterns that ignore case
 ANOTHER = re.compile(r"[^\w\n,/&]*(?:,|/|&|\bor\b|\band\b)[^\w\n]*(?:and\b|or\b)?[^\w\n]*" + LETTER.pattern)
 STATED = re.compile(
     r"(?:\b(?:answer|choice|option)\b(?:[ \t]+is\b|[ \t*]*[:：])"
-    r"|\bI(?:['’]d|['’]ll| would| will)? (?:choose|pick|go with)\b(?! to\b)"
+    r"|(?<!\bif )(?<!\bwhen )(?<!\bshould )(?<!\bsuppose )\bI(?:['’]d|['’]ll| would| will)? (?:choose|pick|go with)\b"
+    rf"(?=[ \t*_:(]{{0,9}}(?:(?:the )?(?:answer|choice|option)\b[ \t*_:(]{{0,9}})?{A_LETTER})"
     r"|答案(?:[是为為]|[ \t*]*[:：]))([^\n]{0,200})",
     re.IGNORECASE,
 )
@@ -34,6 +36,10 @@ STATED = re.compile(
 CHOICE = re.compile(rf"[\W_]*{LETTER.pattern}(?:[\W_]*$|[\s}}*]*[)\].:]|(?={ANOTHER.pattern}))")
 ALONE = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
 MARKED = re.compile(r"(?<![\w'’])(?:\(([A-H])\)|([A-H])[.)])[*_]*(?=\s+\S)")  # "(B) 12", "B. 12", "**B)** 12"
+# What speaks against a marked letter at the beginning of a line: "A) is tempting, so D".
+CONCLUDED = re.compile(
+    rf"\b(?:so|thus|hence|therefore|then|is|choose|pick|answer|choice|option)\b[^\w\n]{{0,9}}{A_LETTER}", re.IGNORECASE
+)
 SMALL = re.compile(r"\s*\(?([a-z])(?:[.)]\s|[.)]?\s*$)")  # a response that is or begins with "b" or "b. 4"
 FORMULA = re.compile(r"\\[A-Za-z]|[=<>+^_]|[A-Za-z]\(")
 
@@ -120,9 +126,9 @@ def choice_answer(prompt: Prompt, response: str) -> float:
 
 def chosen(response: str) -> str | None:
     r"""The letter in the last `<answer>` tag, else in an "answer is X" or "Answer: X" after the last `\boxed{}`, else
-    in this box, else in the last "answer is X", else that of the only "B. 12" if it begins the last line, else the
-    last capital letter by itself. None where there is no letter, where one of these places has several, and where a box
-    holds no choice and nothing states the answer. Only the text `after_thinking` is searched.
+    in this box, else in the last "answer is X", else that of the only "B. 12" if it begins the last line and no "so C"
+    follows it, else the last capital letter by itself. None where there is no letter, where one of these places has
+    several, and where a box holds no choice and nothing states the answer. Only the text `after_thinking` is searched.
     """
     text = after_thinking(response)
     if text is None:
@@ -135,7 +141,8 @@ def chosen(response: str) -> str | None:
         if not stated and (small := SMALL.match(text)):
             return small[1].upper()
         last = text.rstrip().rpartition("\n")[2].lstrip(" \t*_")
-        if not stated and len(MARKED.findall(text)) == 1 and (marked := MARKED.match(last)):
+        marked = MARKED.match(last) if not stated and len(MARKED.findall(text)) == 1 else None
+        if marked and not CONCLUDED.search(last, marked.end()):
             return marked[1] or marked[2]
         return _letter(stated) if stated else (letters[-1] if letters else None)
     content = MARKUP.sub("", box)

@@ -29,3 +29,10 @@ def test_a_reader_that_has_ended_is_no_traceback(words, code):
 def test_closed_streams_are_no_fault():
     command = f"{sys.executable} -P -m dynamo_megatron.cli configs <&- >&- 2>&-"
     assert subprocess.run(command, shell=True, timeout=120).returncode == 0
+
+
+def test_a_folder_for_temporary_files_that_cannot_be_used_is_named(tmp_path):
+    command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "configs"]
+    environment = os.environ | {"TMPDIR": str(tmp_path / "absent")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr.startswith(f"TMPDIR: {tmp_path}/absent is no folder to write to")

@@ -77,6 +77,8 @@ def test_the_template_s_own_end_is_trained_where_the_tokenizer_has_another_one()
         (example,) = examples_of(Prompt("p", text="1", answer="7"), tokenizer, plain, known)
         assert trained(example, tokenizer) == f"7{end}"
         assert (Answers(tokenizer, DATA, known).other_end() is None) == (known == ends)
+    task = [said("system", "s"), said("assistant", "c"), {"role": "tool", "content": "r"}, messages[1]]
+    assert trained(examples_of(Prompt("p", task), tokenizer, DATA, ends)[0], tokenizer) == "c<|im_end|>a<|im_end|>"
     with pytest.raises(InputError, match="no user speaks before the assistant"):
         examples_of(Prompt("p", [said("assistant", "hello")]), tokenizer, DATA, ends)
 

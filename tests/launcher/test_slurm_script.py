@@ -113,6 +113,16 @@ def test_what_is_refused_before_anything_is_submitted(words, message, tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
 
 
+def test_a_folder_of_another_run_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder, model in ((".", "m"), ("out", "other")):
+        Path(folder).mkdir(exist_ok=True)
+        Path(folder, "config.yaml").write_text(f"model: {{path: {model}}}\ndata: {{source: d}}\noutput_dir: out\n")
+    Path("out/metrics.jsonl").write_text("{}\n")
+    assert main(["launch", "slurm", "config.yaml"]) == 2
+    assert "out holds a run with another model.path" in capsys.readouterr().err
+
+
 def test_a_rank_takes_its_place_from_srun():
     task = {"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "16"}
     task |= {"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "MASTER_ADDR": "n0", "MASTER_PORT": "1"}

@@ -207,9 +207,10 @@ def own():
     tests = [
         "assert longest([Pair(1, 2), Pair(3, 4)]).first == 3 and Pair(1, 2).total() == 3",
         "assert plain((1, [2])) == ((1, [2]), {1: {2, 3}, 'k': b'b'}, frozenset([1j]), None, float('inf'))",
-        "from .solution import lists as made\nr, q, k, v, i = made({1: 2})\nassert q.popleft() == 3 and list(v) == [2]\n"
+        "from .solution import lists as made\nr, q, k, v, i = made({1: 2})\nassert [q.popleft()] == [3] and 2 in v\n"
         "assert r == range(2) and q == collections.deque() and q.maxlen == 1 and k == {1} and i == {(1, 2)}",
-        f"def check():\n    from solution import sum as sum, merge\n    assert sum(9, merge(1, 2)[0]) == {'1+' * 700}0 - 694\ncheck()",
+        "def check():\n    from solution import sum as sum, merge\n"
+        f"    assert sum(9, merge(1, 2)[0]) == {'1+' * 700}0 - 694\ncheck()",
         "assert list(lazily(3)) == [0, 1, 2] and lazily(0) != []",
         "try:\n    fails()\nexcept KeyError: pass\nelse: assert False",
         "try:\n    own()\nexcept RuntimeError as error: assert str(error) == 'o'",

@@ -142,6 +142,10 @@ def test_a_row_without_a_reference_is_an_error(answer):
         ("Vitamin B12", None),
         ("No doubt:\n**C) X-ray**", "C"),
         ("A) is tempting but wrong.\nSo D", "D"),
+        ("(C) Hepatitis B", "C"),
+        ("(A) fails because the sign is wrong. Therefore (D).", "D"),
+        ("If I choose A, the sum is 3; with B it is 4. So B", "B"),
+        ("Answer: B\nI choose this because A and C are wrong.", "B"),
         ("J. S. Bach composed it, so C", "C"),
         ("I'd choose C, since A and B are wrong", "C"),
     ],
@@ -162,7 +166,7 @@ def test_a_row_without_a_letter_is_an_error(answer):
         choice_answer(prompt(answer), "A")
 
 
-@pytest.mark.parametrize("part", ["A, ", "answer is ", "(((", "answer: * ", " , ", "A or "])
+@pytest.mark.parametrize("part", ["A, ", "answer is ", "(((", "answer: * ", " , ", "A or ", "I pick (", "E. coli so "])
 def test_a_long_response_takes_no_time(part):
     chosen(part * (1_000_000 // len(part)))
     chosen(f"\\boxed{{{part * (1_000_000 // len(part))}}}")

@@ -74,7 +74,3 @@ def test_without_a_terminal_a_step_s_line_has_all_fields():
     )
     ahead = {key: value for key, value in STEP.items() if "gap" not in key} | {"rollout/staleness_mean": 0.5}
     assert "  time  83.40  stale 0.50  entropy 1.250  " in step_line(ahead, 100)
-    of_critic = {"time/values": 0.5, "time/critic": 8.0}
-    assert "  upd  20.00  values   0.50  critic   8.00  sync   1.25  " in step_line(STEP | of_critic, 100)
-    without = {key: value for key, value in STEP.items() if "unique" not in key and "4grams" not in key}
-    assert "  solved 0.500  n  2..24 " in step_line(without, 100)
