@@ -14,6 +14,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -32,6 +33,7 @@ from dynamo_megatron.config import Config, ModelConfig
 from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.rollout.servers.server import SGLangServer
 from dynamo_megatron.rollout.servers.server_api import Endpoint
+from dynamo_megatron.runtime.process_signals import die_with_parent
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.layout import Layout
@@ -183,6 +185,7 @@ def main() -> None:
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of is not None:
+        die_with_parent(signal.SIGKILL, os.getppid())  # torchrun's, which has a time limit
         run_rank(arguments.rank_of)
         os._exit(0)
     found: list[dict[str, Any]] = []

@@ -235,8 +235,8 @@ def train_here(
     env = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
     ended = run_logged(command, folder / "train.log", timeout, cwd=folder, env=env)
     metrics = folder / "run" / "metrics.jsonl"
-    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-    return ended, [json.loads(line) for line in lines]
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
+    return ended, [json.loads(line) for line in lines if line.endswith("\n")]  # a full disk cuts the last one off
 
 
 def run(

@@ -19,8 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGINT, _interrupted)  # what is imported may catch a KeyboardInterrupt
     # When one rank ends before the others, torch's store would print 30 lines of C++ frames on each of the others.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    _choose_temporary_folder()
     _open_closed_streams()
+    _choose_temporary_folder()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
@@ -50,13 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _choose_temporary_folder() -> None:
     """Python does without a TMPDIR that is not there, torch's shared memory does not. Unix sockets have short names."""
-    if (given := os.environ.get("TMPDIR")) is None:
+    given = next(filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))), None)
+    if given is None:
         return
     with contextlib.suppress(OSError):
         usable = tempfile.gettempdir()
         if len(os.fsencode(usable)) > SOCKETS and os.access("/tmp", os.W_OK):
             usable = "/tmp"
-        if usable != os.path.abspath(given):
+        if usable != os.path.abspath(given) and os.environ.get("LOCAL_RANK", "0") == "0":
             why = f"is no folder to write to, or longer than {SOCKETS} bytes"
             print(f"TMPDIR: {given} {why}; temporary files are in {usable}", file=sys.stderr, flush=True)
         os.environ["TMPDIR"] = tempfile.tempdir = usable

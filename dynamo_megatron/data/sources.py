@@ -287,7 +287,8 @@ def dataset_rows(source: str) -> Iterator[dict[str, Any]]:
         splits, alone = dataset, not isinstance(dataset, dict)
         if alone:  # it may be a part of a split: "train[:3]"
             own = str(dataset.split or "train")
-            splits = dict.fromkeys([own, *re.findall(r"\w+", own)[:1]], dataset)
+            part = re.fullmatch(r"([\w.]+)\[[^+]*\]", own)
+            splits = dict.fromkeys([own, *(part.groups() if part else ())], dataset)
         split = options.pop("split", next(iter(splits)) if alone else "train")
         if options or split not in splits:
             raise InputError(

@@ -257,8 +257,9 @@ class Answers:
         held = 0  # messages up to the last answer
         try:
             messages = [_readable(message) for message in chat_messages(prompt, self._config.system_prompt)]
+            greetings = _greetings(messages)
             for number, message in enumerate(messages):
-                if message["role"] != "assistant" or number < _greetings(messages):
+                if message["role"] != "assistant" or number < greetings:
                     continue
                 before, context = messages[:number], None
                 if held:
@@ -281,12 +282,12 @@ class Answers:
 
 
 def _greetings(messages: list[Message]) -> int:
-    """How many messages are before the first user's, if there is one and nothing calls a tool before it: what the
-    assistant says there answers nothing. At least 1, since the first message has no context."""
-    roles = [message["role"] for message in messages]
-    first = roles.index("user") if "user" in roles else 0
-    calls = "tool" in roles[:first] or any(message.get("tool_calls") for message in messages[:first])
-    return 1 if calls else max(1, first)
+    """How many messages are before the first user's, or before the first call or result of a tool if that is earlier:
+    what the assistant says there answers nothing. Without a user 1: the first message has no context."""
+    said = [message["role"] in ("system", "developer", "assistant") for message in messages]
+    greets = [plain and not message.get("tool_calls") for plain, message in zip(said, messages, strict=True)]
+    greeted = False in greets and any(message["role"] == "user" for message in messages)
+    return max(1, greets.index(False)) if greeted else 1
 
 
 def tools_of(prompt: Prompt) -> list[Any] | None:

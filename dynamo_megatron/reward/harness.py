@@ -74,15 +74,21 @@ def call():
 
 def serve():
     import json
+    import symtable
 
     requests, replies = private(0, "r"), private(1, "w")
     namespace, kept, usual = imported(), Kept(), {}
     exec(USUAL_IMPORTS, usual)
+    with open(PROGRAM, "rb") as file:
+        symbols = symtable.symtable(file.read(), PROGRAM, "exec").get_symbols()
+    for symbol in symbols:
+        if symbol.is_assigned() or symbol.is_imported():
+            usual.pop(symbol.get_name(), None)  # the program's own, even if it is the same
     for line in requests:
         try:
             subject, kind, *given = json.loads(line)
             if kind in ("name", "import"):
-                if subject not in namespace or (kind == "import" and namespace[subject] is usual.get(subject)):
+                if subject not in namespace or (kind == "import" and subject in usual):
                     raise NameError(subject)
                 value = namespace[subject]
             elif kind == "attribute":

@@ -23,12 +23,11 @@ REFERENCES = ("text", "target", "aliases")  # the list's name in SQuAD, Search-R
 LETTER = re.compile(
     r"(?<![\w'’])(?!I['’ ])(?!A (?!(?:is|and|or|because|since|as|but|only|here|seems)\b)[a-z])([A-Z])(?![\w'’])"
 )
-A_LETTER = f"(?-i:{LETTER.pattern.replace('([A-Z])', '[A-Z]')})"  # without its group, in patterns that ignore case
 ANOTHER = re.compile(r"[^\w\n,/&]*(?:,|/|&|\bor\b|\band\b)[^\w\n]*(?:and\b|or\b)?[^\w\n]*" + LETTER.pattern)
 STATED = re.compile(
     r"(?:\b(?:answer|choice|option)\b(?:[ \t]+is\b|[ \t*]*[:：])"
     r"|(?<!\bif )(?<!\bwhen )(?<!\bshould )(?<!\bsuppose )\bI(?:['’]d|['’]ll| would| will)? (?:choose|pick|go with)\b"
-    rf"(?=[ \t*_:(]{{0,9}}(?:(?:the )?(?:answer|choice|option)\b[ \t*_:(]{{0,9}})?{A_LETTER})"
+    r"(?! (?:to|this|that|it|these|those|them)\b)"
     r"|答案(?:[是为為]|[ \t*]*[:：]))([^\n]{0,200})",
     re.IGNORECASE,
 )
@@ -38,7 +37,10 @@ ALONE = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
 MARKED = re.compile(r"(?<![\w'’])(?:\(([A-H])\)|([A-H])[.)])[*_]*(?=\s+\S)")  # "(B) 12", "B. 12", "**B)** 12"
 # What speaks against a marked letter at the beginning of a line: "A) is tempting, so D".
 CONCLUDED = re.compile(
-    rf"\b(?:so|thus|hence|therefore|then|is|choose|pick|answer|choice|option)\b[^\w\n]{{0,9}}{A_LETTER}", re.IGNORECASE
+    r"\b(?:so|thus|hence|therefore)\b[^\w\n]{0,9}"
+    r"(?:(?:(?:the )?(?:right |correct |best )?(?:answer|choice|option)(?: is)?|I (?:choose|pick))[^\w\n]{0,9})?"
+    rf"(?-i:{LETTER.pattern})(?! (?:is|are|was|does|has|cannot|fails)\b)(?!\()",
+    re.IGNORECASE,
 )
 SMALL = re.compile(r"\s*\(?([a-z])(?:[.)]\s|[.)]?\s*$)")  # a response that is or begins with "b" or "b. 4"
 FORMULA = re.compile(r"\\[A-Za-z]|[=<>+^_]|[A-Za-z]\(")

@@ -32,7 +32,7 @@ def test_closed_streams_are_no_fault():
 
 
 def test_a_folder_for_temporary_files_that_cannot_be_used_is_named(tmp_path):
-    command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "configs"]
     environment = os.environ | {"TMPDIR": str(tmp_path / "absent")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = f"{sys.executable} -P -m dynamo_megatron.cli configs"
+    done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr.startswith(f"TMPDIR: {tmp_path}/absent is no folder to write to")

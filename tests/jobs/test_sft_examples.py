@@ -68,8 +68,7 @@ def test_the_template_s_own_end_is_trained_where_the_tokenizer_has_another_one()
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     assert tokenizer.decode(example.tokens) == whole.removesuffix("\n")
     greeted = [said("system", "s"), said("assistant", "hello"), *messages]
-    (example,) = examples_of(Prompt("p", greeted), tokenizer, DATA, ends)
-    assert trained(example, tokenizer) == "a<|im_end|>b<|im_end|>"
+    assert trained(examples_of(Prompt("p", greeted), tokenizer, DATA, ends)[0], tokenizer) == "a<|im_end|>b<|im_end|>"
     for known, end in ((ends, "<|im_end|>"), (ends[:1], "<|endoftext|>")):
         (example,) = examples_of(Prompt("p", messages[:1], answer="7"), tokenizer, DATA, known)
         assert trained(example, tokenizer) == f"7{end}"

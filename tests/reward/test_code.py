@@ -199,6 +199,7 @@ def lazily(n): return (i for i in range(n))
 def lists(d): return range(2), deque([3], maxlen=1), d.keys(), d.values(), d.items()
 def fails(): raise KeyError("k")
 def sum(a, b): return a - b
+from bisect import bisect
 def merge(a, b): return [3]
 def own():
     class Own(Exception): pass
@@ -209,7 +210,7 @@ def own():
         "assert plain((1, [2])) == ((1, [2]), {1: {2, 3}, 'k': b'b'}, frozenset([1j]), None, float('inf'))",
         "from .solution import lists as made\nr, q, k, v, i = made({1: 2})\nassert [q.popleft()] == [3] and 2 in v\n"
         "assert r == range(2) and q == collections.deque() and q.maxlen == 1 and k == {1} and i == {(1, 2)}",
-        "def check():\n    from solution import sum as sum, merge\n"
+        "def check():\n    from solution import sum as sum, merge, bisect\n"
         f"    assert sum(9, merge(1, 2)[0]) == {'1+' * 700}0 - 694\ncheck()",
         "assert list(lazily(3)) == [0, 1, 2] and lazily(0) != []",
         "try:\n    fails()\nexcept KeyError: pass\nelse: assert False",
@@ -222,8 +223,8 @@ def own():
     ]
     for test in tests:
         assert score(prompt([test]), response(program)) == 1.0, test
-    lacks = "from solution import {}\nassert {}([1, 2])"
-    none = [lacks.format(*name) for name in (("max", "max"), ("permutations as made", "made"), ("absent", "len"))]
+    lacked = ("max", "permutations as p", "absent as len")
+    none = [f"from solution import {name}\nassert {name.split()[-1]}([1, 2])" for name in lacked]
     for test in ("assert plain(lambda: 1)", "assert Pair(1, 2) == Pair(1, 2)", "assert absent(1)", *none):
         assert score(prompt([test]), response(program)) == 0.0, test
 

@@ -144,6 +144,7 @@ def test_a_row_without_a_reference_is_an_error(answer):
         ("A) is tempting but wrong.\nSo D", "D"),
         ("(C) Hepatitis B", "C"),
         ("(A) fails because the sign is wrong. Therefore (D).", "D"),
+        ("D. Vitamin C is not made by humans, so A is out", "D"),
         ("If I choose A, the sum is 3; with B it is 4. So B", "B"),
         ("Answer: B\nI choose this because A and C are wrong.", "B"),
         ("J. S. Bach composed it, so C", "C"),

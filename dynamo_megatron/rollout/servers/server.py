@@ -326,7 +326,7 @@ class SGLangServer:
             if self.cached_tokens is None or shares_memory(config):
                 command += ["--mem-fraction-static", str(config.memory_fraction)]
             else:  # SGLang would take the fraction of what ranks have left free: less, or less than the weights
-                command += ["--mem-fraction-static", str(ALL_THAT_IS_FREE)]
+                command += ["--mem-fraction-static", str(max(ALL_THAT_IS_FREE, config.memory_fraction))]
                 command += ["--max-total-tokens", str(self.cached_tokens)]
             command += ["--base-gpu-id", str(self._slot * config.tp)]
             if shares_memory(config):
