@@ -50,16 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _choose_temporary_folder() -> None:
     """Python does without a TMPDIR that is not there, torch's shared memory does not. Unix sockets have short names."""
-    given = next(filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))), None)
-    if given is None:
+    name = next(filter(os.environ.get, ("TMPDIR", "TEMP", "TMP")), None)
+    if name is None:
         return
     with contextlib.suppress(OSError):
         usable = tempfile.gettempdir()
         if len(os.fsencode(usable)) > SOCKETS and os.access("/tmp", os.W_OK):
             usable = "/tmp"
+        given = os.environ[name]
         if usable != os.path.abspath(given) and os.environ.get("LOCAL_RANK", "0") == "0":
-            why = f"is no folder to write to, or longer than {SOCKETS} bytes"
-            print(f"TMPDIR: {given} {why}; temporary files are in {usable}", file=sys.stderr, flush=True)
+            why = f"cannot be written to, or is longer than {SOCKETS} bytes"
+            print(f"{name}: {given} {why}; temporary files are in {usable}", file=sys.stderr, flush=True)
         os.environ["TMPDIR"] = tempfile.tempdir = usable
 
 

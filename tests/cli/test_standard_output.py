@@ -35,4 +35,4 @@ def test_a_folder_for_temporary_files_that_cannot_be_used_is_named(tmp_path):
     environment = os.environ | {"TMPDIR": str(tmp_path / "absent")}
     command = f"{sys.executable} -P -m dynamo_megatron.cli configs"
     done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr.startswith(f"TMPDIR: {tmp_path}/absent is no folder to write to")
+    assert done.returncode == 0 and done.stderr.startswith(f"TMPDIR: {tmp_path}/absent cannot be written to")
