@@ -51,12 +51,14 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, summed in total's dtype."""
+def add_product_(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
+    """total += scale * a @ b, summed in total's dtype."""
     if a.is_cuda and a.dtype != total.dtype:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        torch.addmm(total, a, b, alpha=scale, out_dtype=total.dtype, out=total)
+    elif not a.is_cuda and total.dtype == torch.bfloat16:  # a product in bfloat16: policy/backend.py
+        total.add_(a.matmul(b), alpha=scale)
     else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), alpha=scale)
 
 
 def _to_device(values: Tensor, device: torch.device) -> Tensor:

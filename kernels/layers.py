@@ -1,8 +1,8 @@
-"""RoPE and SwiGLU, forward and backward: one Triton launch each on a GPU (`layer_kernels`), torch elsewhere. GeGLU is
-torch's everywhere.
+"""RoPE and SwiGLU, forward and backward: one Triton launch each on a GPU (`layer_kernels`), torch elsewhere. GeGLU and
+linears that are on one rank are torch's everywhere.
 
 Megatron's own take 8 to 20 launches each where TransformerEngine is missing, and the guards of torch.compile cost the
-host more than the launches.
+host more than the launches. Its linears, made for several ranks, cost it three times what the products do.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from dynamo_megatron.kernels.chunked import add_product_
 
 
 def rotary_table(positions: Tensor, frequencies: Tensor) -> Tensor:
@@ -89,3 +91,50 @@ def geglu_gradient(gradient: Tensor, y: Tensor) -> Tensor:
     a, b = y.chunk(2, -1)
     of_gate = torch.ops.aten.gelu_backward(gradient * b, a, approximate="tanh")
     return torch.cat([of_gate, gradient * F.gelu(a, approximate="tanh")], -1)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, a, b, scale):
+        y, low = F.linear(x, weight, bias), None
+        if a is not None:
+            low = F.linear(x.flatten(0, -2), a)
+            add_product_(y.flatten(0, -2), low, b.t(), scale)
+        ctx.save_for_backward(x, weight, a, b, low)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        x, weight, a, b, low = ctx.saved_tensors
+        flat, x_flat = gradient.flatten(0, -2), x.flatten(0, -2)
+        found: list[Tensor | None] = [None] * 6
+        if ctx.needs_input_grad[0]:
+            found[0] = flat.matmul(weight).view_as(x)
+        if ctx.needs_input_grad[2]:
+            found[2] = flat.sum(0)
+        products = {1: (weight, flat, x_flat)}
+        if a is not None:
+            of_low = flat.matmul(b)
+            products = {3: (a, of_low, x_flat), 4: (b, flat, low)}
+            if found[0] is not None:
+                add_product_(found[0].flatten(0, -2), of_low, a, ctx.scale)
+        for at, (matrix, of_output, given) in products.items():
+            add_product_(matrix.main_grad, of_output.t(), given, ctx.scale)
+            matrix.grad_added_to_main_grad = True
+            found[at] = torch.empty_like(matrix)  # not read: without a gradient Megatron's hooks would not fire
+        return tuple(found)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapter: tuple[Tensor, Tensor, float] | None = None):
+    """x [..., in], weight [out, in] -> x weight^T + bias [..., out], in x's dtype. adapter: (a [rank, in], b [out,
+    rank], scale) of LoRA (arXiv 2106.09685), which adds scale * x a^T b^T and leaves the weight frozen.
+
+    Gradients of matrices are added to their `main_grad` by the GEMM that makes them, as by Megatron's linears.
+    """
+    if adapter is not None:
+        return _Linear.apply(x, weight, bias, *adapter)
+    if weight.requires_grad and torch.is_grad_enabled():
+        return _Linear.apply(x, weight, bias, None, None, 1.0)
+    return F.linear(x, weight, bias)

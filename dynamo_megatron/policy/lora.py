@@ -50,6 +50,7 @@ class Adapter(torch.nn.Module):
         replicated.sequence_parallel = self.sequence_parallel
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """On several tensor-parallel ranks."""
         low, group = F.linear(x, self.a), self.group
         if self.column and self.sequence_parallel:
             low = tensor_parallel.gather_from_sequence_parallel_region(
@@ -71,7 +72,7 @@ class Adapter(torch.nn.Module):
 
 
 def _add(linear: torch.nn.Module, given: tuple, output: tuple) -> tuple:
-    """Forward hook of a linear."""
+    """Forward hook of a linear that is cut over tensor-parallel ranks."""
     result, bias = output
     return (linear.adapter(given[0], result) if linear.adapter.on else result), bias
 
@@ -85,7 +86,8 @@ def add_adapters(chunks: Sequence[PolicyModel], lora: LoraConfig, seed: int) -> 
             for name in adapted_linears(lora):
                 linear = layer.get_submodule(name)
                 linear.adapter = Adapter(linear, lora, derived_seed(seed, "adapter", f"{number}.{name}"))
-                linear.register_forward_hook(_add)
+                if linear.tp_group.size() > 1:  # else its `forward` knows of adapters: policy/model.py
+                    linear.register_forward_hook(_add)
         if chunk.pre_process and chunk.config.recompute_granularity == "full":
             # A recomputed layer gives its parameters gradients only if its input needs one.
             chunk.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_(torch.is_grad_enabled()))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
@@ -25,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from dynamo_megatron.config import Config, ParallelConfig
-from dynamo_megatron.kernels.layers import rotary_table
+from dynamo_megatron.kernels import layers
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import is_expert
 from dynamo_megatron.models.spec import scaled_frequencies
@@ -116,10 +118,10 @@ class PolicyModel(GPTModel):
             plan = SegmentPlan.of(micro_batch.lengths, cp.rank(), cp.size(), micro_batch.tokens.device, window)
         rotary = local_rotary = None
         if isinstance(getattr(self, "rotary_pos_emb", None), PackedRotary):
-            rotary = rotary_table(micro_batch.positions[0], self.rotary_pos_emb.inv_freq)
+            rotary = layers.rotary_table(micro_batch.positions[0], self.rotary_pos_emb.inv_freq)
             if self.rotary_pos_emb.local is not None:
                 factor, frequencies = self.rotary_pos_emb.local
-                rotary, local_rotary = factor * rotary, rotary_table(micro_batch.positions[0], frequencies)
+                rotary, local_rotary = factor * rotary, layers.rotary_table(micro_batch.positions[0], frequencies)
         packed = Segments(
             qkv_format="thd",
             cu_seqlens_q=micro_batch.cu_seqlens,
@@ -319,6 +321,13 @@ def _set_up_transformer_engine(chunks: list[PolicyModel]) -> None:
                 module.attention_dropout_ctx = contextlib.nullcontext
 
 
+def _on_one_rank(linear: torch.nn.Module, x: torch.Tensor, *_: None) -> tuple[torch.Tensor, None]:
+    """`forward` of a linear that is not cut over tensor-parallel ranks."""
+    adapter = linear._modules.get("adapter")
+    low_rank = (adapter.a, adapter.b, adapter.scale) if adapter is not None and adapter.on else None
+    return layers.linear(x, linear.weight, linear.bias, low_rank), None
+
+
 def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[PolicyModel]:
     """This rank's shard of its pipeline stage, with parameters not loaded yet: one chunk, or `parallel.vpp` of them."""
     if not hasattr(moe_utils, "te_general_gemm"):  # megatron-core 0.16.1 without TransformerEngine: all routers read it
@@ -354,6 +363,8 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
         for module in chunk.modules():
             if isinstance(module, WideNorm):
                 module.group = layout.tp
+            elif isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.tp_group.size() == 1:
+                module.forward = functools.partial(_on_one_rank, module)
         if (frequencies := rotation(spec)[0]) is not None:  # Megatron has some scalings, with constants of its own
             chunk.rotary_pos_emb.inv_freq = frequencies
         if not _uses_transformer_engine(spec, config):

@@ -1,4 +1,4 @@
-"""RoPE and SwiGLU against autograd of their formulas, in torch and as Triton kernels."""
+"""RoPE, SwiGLU and linears against autograd of their formulas, in torch and as Triton kernels."""
 
 from types import SimpleNamespace
 
@@ -94,3 +94,28 @@ def test_a_kernel_that_is_wrong_is_found_before_training(device, request, monkey
     monkeypatch.setattr(layer_kernels, "swiglu", lambda y, weights: 1.1 * right(y, weights))
     with pytest.raises(ValueError, match="kernel of SwiGLU and PyTorch differ"):
         check_layers(device, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_linear_and_its_gradients(device, dtype, adapted):
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((5, 1, 24), (16, 24), (16,), (4, 24), (16, 4), (5, 1, 16))
+    *parts, gradient = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    x, weight, bias, a, b = exact = [part.detach().float().requires_grad_() for part in parts]
+    wanted = F.linear(x, weight, bias) + adapted * 1.5 * x @ a.t() @ b.t()
+    wanted.backward(gradient.float())
+    trained = (0, 3, 4) if adapted else (0, 1, 2)
+    for i in trained:
+        parts[i].requires_grad_()
+        parts[i].main_grad = torch.ones(parts[i].shape, device=device)
+    got = layers.linear(*parts[:3], (*parts[3:], 1.5) if adapted else None)
+    got.backward(gradient)
+    found = [(got, wanted)]
+    for i in trained:  # of x and the bias by autograd, of matrices in main_grad
+        added = hasattr(parts[i], "grad_added_to_main_grad")
+        assert added == (i in (1, 3, 4))
+        found.append((parts[i].main_grad - 1 if added else parts[i].grad, exact[i].grad))
+    for ours, theirs in found:
+        off = (ours.float() - theirs).abs().max() / theirs.abs().max()
+        assert off.item() < (1e-6 if dtype == torch.float32 else 2**-6)
