@@ -122,8 +122,9 @@ class _Linear(torch.autograd.Function):
                 add_product_(found[0].flatten(0, -2), of_low, a, ctx.scale)
         for at, (matrix, of_output, given) in products.items():
             add_product_(matrix.main_grad, of_output.t(), given, ctx.scale)
-            matrix.grad_added_to_main_grad = True
-            found[at] = torch.empty_like(matrix)  # not read: without a gradient Megatron's hooks would not fire
+            if hasattr(matrix, "grad_added_to_main_grad"):  # DDP's hooks fire only for a gradient, and do not read it
+                matrix.grad_added_to_main_grad = True
+                found[at] = torch.empty_like(matrix)
         return tuple(found)
 
 
