@@ -2,7 +2,7 @@
 linears that are on one rank are torch's everywhere.
 
 Megatron's own take 8 to 20 launches each where TransformerEngine is missing, and the guards of torch.compile cost the
-host more than the launches. Its linears, made for several ranks, cost it three times what the products do.
+host more than the launches. Its linears do for one rank what several need.
 """
 
 from __future__ import annotations
@@ -96,46 +96,47 @@ def geglu_gradient(gradient: Tensor, y: Tensor) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, a, b, scale):
+        ctx.shape, ctx.scale = x.shape, scale
+        x = x.flatten(0, -2)
         y, low = F.linear(x, weight, bias), None
         if a is not None:
-            low = F.linear(x.flatten(0, -2), a)
-            add_product_(y.flatten(0, -2), low, b.t(), scale)
-        ctx.save_for_backward(x, weight, a, b, low)
-        ctx.scale = scale
-        return y
+            low = F.linear(x, a)
+            add_product_(y, low, b.t(), scale)
+        ctx.save_for_backward(None if a is None and not ctx.needs_input_grad[1] else x, weight, a, b, low)
+        return y.view(*ctx.shape[:-1], weight.shape[0])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         x, weight, a, b, low = ctx.saved_tensors
-        flat, x_flat = gradient.flatten(0, -2), x.flatten(0, -2)
-        found: list[Tensor | None] = [None] * 6
-        if ctx.needs_input_grad[0]:
-            found[0] = flat.matmul(weight).view_as(x)
-        if ctx.needs_input_grad[2]:
-            found[2] = flat.sum(0)
-        products = {1: (weight, flat, x_flat)}
+        needed, gradient = ctx.needs_input_grad, gradient.flatten(0, -2)
+        dx = gradient.matmul(weight) if needed[0] else None
+        products = {1: (weight, gradient, x)} if needed[1] else {}  # by the place in forward's arguments
         if a is not None:
-            of_low = flat.matmul(b)
-            products = {3: (a, of_low, x_flat), 4: (b, flat, low)}
-            if found[0] is not None:
-                add_product_(found[0].flatten(0, -2), of_low, a, ctx.scale)
-        for at, (matrix, of_output, given) in products.items():
+            of_low = gradient.matmul(b)
+            if dx is not None:
+                add_product_(dx, of_low, a, ctx.scale)
+            products = {3: (a, of_low, x), 4: (b, gradient, low)}
+        found = [None if dx is None else dx.view(ctx.shape), None, None, None, None, None]
+        if needed[2]:
+            found[2] = gradient.sum(0)
+        for place, (matrix, of_output, given) in products.items():
             add_product_(matrix.main_grad, of_output.t(), given, ctx.scale)
             if hasattr(matrix, "grad_added_to_main_grad"):  # DDP's hooks fire only for a gradient, and do not read it
                 matrix.grad_added_to_main_grad = True
-                found[at] = torch.empty_like(matrix)
+                found[place] = torch.empty_like(matrix)
         return tuple(found)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapter: tuple[Tensor, Tensor, float] | None = None):
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, adapter: tuple[Tensor, Tensor, float] | None = None
+) -> Tensor:
     """x [..., in], weight [out, in] -> x weight^T + bias [..., out], in x's dtype. adapter: (a [rank, in], b [out,
-    rank], scale) of LoRA (arXiv 2106.09685), which adds scale * x a^T b^T and leaves the weight frozen.
+    rank], scale) of LoRA (arXiv 2106.09685), which adds scale * x a^T b^T; the weight must be frozen.
 
     Gradients of matrices are added to their `main_grad` by the GEMM that makes them, as by Megatron's linears.
     """
-    if adapter is not None:
-        return _Linear.apply(x, weight, bias, *adapter)
-    if weight.requires_grad and torch.is_grad_enabled():
-        return _Linear.apply(x, weight, bias, None, None, 1.0)
-    return F.linear(x, weight, bias)
+    if adapter is None and not torch.is_grad_enabled():
+        # By the strides of an embedding's output torch would make a product of each of its tokens.
+        return F.linear(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
+    return _Linear.apply(x, weight, bias, *(adapter or (None, None, 1.0)))

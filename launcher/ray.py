@@ -67,15 +67,8 @@ class Child:
         choose_threads(environment, max(1, (os.cpu_count() or 1) // int(environment.get("LOCAL_WORLD_SIZE", "1"))))
         try:
             with open(log, "ab") as output:
-                process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", guard.NAME, "--", *command],
-                    cwd=folder,
-                    env={**os.environ, **environment},
-                    stdin=subprocess.PIPE,  # held open as long as this process lives
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+                streams = {"stdout": output, "stderr": subprocess.STDOUT}
+                process = guard.guarded(command, cwd=folder, env={**os.environ, **environment}, **streams)
         except OSError as error:
             return f"{type(error).__name__}: {error}"
         self._started.set_result(process)

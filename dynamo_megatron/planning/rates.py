@@ -24,7 +24,7 @@ PROBE, LIVE = (f"2026-11-26-h100/device.json, {part}: " for part in ("probe", "l
 TRACE, TURNS = "2026-11-27-h100/traces.json, trace_te: ", "2026-11-27-h100/layers.json, live-turns: "
 H200 = "2026-11-27-h200/night.json: "
 LORA = "2026-11-27-h200/lora.json: "
-NEW = "new code's part of old's in benchmarks/results/launches.json"
+NEW = "of benchmarks/results/launches.json's first two codes; the third has run on no GPU"
 RATES = {
     "products": Rate(750e12, "FLOP/s", f"{TRACE}788 TFLOP/s of fc1, 721 of weight gradients; {PROBE}785"),
     "attention": Rate(242e12, "FLOP/s of the causal half", f"{TRACE}52.5 ms of both kernels for 12.7 TFLOP"),
@@ -33,7 +33,7 @@ RATES = {
     "busy": Rate(0.81, "of log-probs and update", f"{TRACE}1.07 s in the third step, of the second's 1.33"),
     "forward launches": Rate(1.8e-3, "s a layer and micro-batch", f"{LIVE}1.87 s for 22 of them, times 0.60, {NEW}"),
     "launches": Rate(4.9e-3, "s, with the backward pass", f"{LIVE}4.25 s for 22 micro-batches, times 0.72, {NEW}"),
-    "adapter": Rate(0.67e-3, "s an adapter and micro-batch", f"{LORA}1.26 and 1.29 s, less the layers' launches"),
+    "adapter": Rate(0.67e-3, "s an adapter and micro-batch", f"{LORA}1.26, 1.29 s, less launches; Megatron's linears"),
     "decode": Rate(95e-6, "s a layer and token", f"{LIVE}beside the bytes read; smoke in the same file"),
     "decode without graphs": Rate(1.4e-3, "s a layer and token", f"{TURNS}the server's log"),
     "host memory": Rate(30e9, "bytes/s of a rank's optimizer", "an allowance, which no run has shown"),

@@ -321,9 +321,9 @@ def _set_up_transformer_engine(chunks: list[PolicyModel]) -> None:
                 module.attention_dropout_ctx = contextlib.nullcontext
 
 
-def _on_one_rank(linear: torch.nn.Module, x: torch.Tensor, *_: None) -> tuple[torch.Tensor, None]:
+def _on_one_rank(linear: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, None]:
     """`forward` of a linear that is not cut over tensor-parallel ranks."""
-    adapter = linear._modules.get("adapter")
+    adapter = getattr(linear, "adapter", None)
     low_rank = (adapter.a, adapter.b, adapter.scale) if adapter is not None and adapter.on else None
     return layers.linear(x, linear.weight, linear.bias, low_rank), None
 

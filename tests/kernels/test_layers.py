@@ -100,8 +100,9 @@ def test_a_kernel_that_is_wrong_is_found_before_training(device, request, monkey
 @pytest.mark.parametrize("adapted", [False, True])
 def test_linear_and_its_gradients(device, dtype, adapted):
     generator = torch.Generator().manual_seed(3)
-    shapes = ((5, 1, 24), (16, 24), (16,), (4, 24), (16, 4), (5, 1, 16))
+    shapes = ((1, 5, 24), (16, 24), (16,), (4, 24), (16, 4), (5, 1, 16))
     *parts, gradient = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    parts[0] = parts[0].transpose(0, 1)  # as an embedding's output
     x, weight, bias, a, b = exact = [part.detach().float().requires_grad_() for part in parts]
     wanted = F.linear(x, weight, bias) + adapted * 1.5 * x @ a.t() @ b.t()
     wanted.backward(gradient.float())
@@ -109,7 +110,9 @@ def test_linear_and_its_gradients(device, dtype, adapted):
     for i in trained:
         parts[i].requires_grad_()
         parts[i].main_grad = torch.ones(parts[i].shape, device=device)
-    got = layers.linear(*parts[:3], (*parts[3:], 1.5) if adapted else None)
+    with torch.profiler.profile() as trace:
+        got = layers.linear(*parts[:3], (*parts[3:], 1.5) if adapted else None)
+    assert "aten::bmm" not in {event.name for event in trace.events()}
     got.backward(gradient)
     found = [(got, wanted)]
     for i in trained:  # of x and the bias by autograd, of matrices in main_grad
