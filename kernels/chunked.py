@@ -52,7 +52,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
-    """total += scale * a @ b, summed in total's dtype, on CPUs of bfloat16 rounded before."""
+    """total += scale * a @ b, rounded once to total's dtype; for a bfloat16 total on a CPU the product before, too."""
     if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, alpha=scale, out_dtype=total.dtype, out=total)
     elif not a.is_cuda and total.dtype == torch.bfloat16:  # a product, whose sum policy/backend.py may widen

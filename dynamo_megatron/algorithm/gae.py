@@ -91,5 +91,6 @@ def value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Te
 def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
     """1 - Var(returns - values) / Var(returns) over all tokens: 1 for a perfect critic, 0 for a constant; 0 where all
     returns are equal."""
-    variance = returns.var() if len(returns) else 0.0
-    return float(1 - (returns - values).var() / variance) if variance > 0 else 0.0
+    if not len(returns) or np.ptp(returns) <= 1e-9 * np.abs(returns).max():  # their mean is rounded
+        return 0.0
+    return float(1 - (returns - values).var() / returns.var())

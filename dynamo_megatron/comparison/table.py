@@ -121,7 +121,9 @@ def as_markdown(spec: Spec, seeds: Sequence[int], arms: Mapping[str, Arm], found
     compared = {name for name in arms if name != control and len(seeds) >= LEAST_SEEDS}
     parts = [f"# Comparison of {', '.join(arms)}: {spec.metric}, {many}", _finals(spec, arms, found, compared)]
     if np.isnan(found.summary.targets).any():
-        parts.append(f"{control} has gained nothing over its start: there is no target, and no cost to reach it.")
+        ended = np.isfinite(found.summary.final[list(arms).index(control)])
+        why = "it has gained nothing over its start" if ended else "at every learning rate one of its runs failed"
+        parts.append(f"There is no target of {control}'s, and no cost to reach it: {why}.")
     else:
         parts += [_costs(spec, arms, found, compared, share) for share in range(len(SHARES))]
     if not compared:
@@ -134,21 +136,22 @@ def as_markdown(spec: Spec, seeds: Sequence[int], arms: Mapping[str, Arm], found
 
 
 def _finals(spec: Spec, arms: Mapping[str, Arm], found: Findings, compared: set[str]) -> str:
-    control, summary = spec.control, found.summary
-    score = f"{spec.metric}, %{' (95 %)' if compared else ''}"
-    rows = [["arm", "runs failed", "learning rate", score, f"minus {control}, points (95 %)"]]
+    control, summary, (factor, form, unit) = spec.control, found.summary, _printed(spec.metric)
+    score = f"{spec.metric}{unit and ', %'}{' (95 %)' if compared else ''}"
+    rows = [["arm", "runs failed", "learning rate", score, f"minus {control}{unit and ', points'} (95 %)"]]
     for a, (name, arm) in enumerate(arms.items()):
-        difference = _interval(100 * found.difference[name], "+.1f") if name in compared else "-"
+        difference = _interval(factor * found.difference[name], f"+{form}", "-") if name in compared else "-"
         failed, rate = f"{arm.failed.sum()} of {arm.failed.size}", spec.rates(name)[summary.final_rate[a]]
         known = compared and np.isfinite(summary.final[a])
-        final = _interval(100 * found.final[name], ".1f") if known else _percent(summary.final[a])
+        final = _interval(factor * found.final[name], form) if known else _score(summary.final[a], spec.metric, "")
         rows.append([name, failed, f"{rate:g}", final, difference])
     note = f"Mean over the seeds, each arm at its best learning rate (highest {spec.metric}). Score before training: "
-    return f"## Final scores\n\n{note}{_percent(summary.start)} %.\n\n{markdown(rows)}"
+    return f"## Final scores\n\n{note}{_score(summary.start, spec.metric, unit)}.\n\n{markdown(rows)}"
 
 
 def _costs(spec: Spec, arms: Mapping[str, Arm], found: Findings, compared: set[str], q: int) -> str:
     control, target = spec.control, found.summary.targets[q]
+    score = _score(target, spec.metric, _printed(spec.metric)[2])
     rows = [["arm", "never reached it", *(c for unit in UNITS for c in (unit, f"to {control}'s (95 %)"))]]
     for a, (name, arm) in enumerate(arms.items()):
         costs, best = found.summary.cost[a, q], found.summary.cost_rate[a, q]
@@ -160,20 +163,28 @@ def _costs(spec: Spec, arms: Mapping[str, Arm], found: Findings, compared: set[s
             cells.append(_interval(found.ratio[name][q, u], ".2f") if name in compared else "-")
         rows.append(cells)
     return (
-        f"## Cost of {SHARE_NAMES[SHARES[q]]} of {control}'s gain\n\nTo a score of {_percent(target)} %: the median "
+        f"## Cost of {SHARE_NAMES[SHARES[q]]} of {control}'s gain\n\nTo a score of {score}: the median "
         "over the seeds, at the learning rate where it is least; infinite at one where the run of a seed failed.\n\n"
         f"{markdown(rows)}"
     )
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f}" if np.isfinite(value) else "-"
+def _printed(metric: str) -> tuple[float, str, str]:
+    """(factor, format, unit): a share is printed in percent."""
+    return (100, ".1f", " %") if metric.startswith("eval/pass@") else (1, ".3g", "")
 
 
-def _interval(estimate: np.ndarray, form: str) -> str:
+def _score(value: float, metric: str, unit: str) -> str:
+    factor, form, _ = _printed(metric)
+    return f"{factor * value:{form}}{unit}" if np.isfinite(value) else "-"
+
+
+def _interval(estimate: np.ndarray, form: str, infinite: str = "never") -> str:
     """The text "value (low to high)", also with infinite ends."""
     value, low, high = estimate
-    return f"{value:{form}} ({low:{form}} to {high:{form}})" if np.isfinite(value) else "never"
+    if not np.isfinite(value):
+        return "-" if np.isnan(value) else infinite
+    return f"{value:{form}} ({low:{form}} to {high:{form}})"
 
 
 def _notes(spec: Spec, seeds: Sequence[int], arms: Mapping[str, Arm], outcomes: Outcomes) -> list[str]:

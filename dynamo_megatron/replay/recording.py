@@ -79,6 +79,10 @@ def read_run(folder: Path) -> Recording:
     broken file.
     """
     config, notes = read_config(folder), []
+    if config["algorithm"].get("sequential"):
+        raise InputError(
+            f"{folder}: algorithm.sequential gave out each step's rollouts in rounds; a replay gives them out at once"
+        )
     rows = list(read_rows(folder / "allocation.jsonl", "step", "prompt_id", "n"))
     by_step = [list(group) for _, group in groupby(rows, key=lambda row: row["step"])]
     whole = by_step and (folder / "allocation.jsonl").read_bytes().endswith(b"\n")

@@ -24,8 +24,8 @@ DEFAULT_ALLOCATORS = ("uniform", "waterfill", "neyman", "knapsack", "gvm", "cure
 MEANING = (
     "p is a prompt's success rate over the whole record, known only afterwards; the rollouts that an allocator learned "
     "from are among those that it is evaluated on. Expected variance is sum p(1-p)/n, not the gradient's. Every "
-    "allocator saw what was sampled, not what it would have asked for, and had the step's budget and {} to {} rollouts "
-    "for a prompt."
+    "allocator saw what was sampled, not what it would have asked for, and had the step's budget and, but for keys of "
+    "its own, {} to {} rollouts for a prompt."
 )
 
 

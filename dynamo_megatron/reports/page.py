@@ -25,7 +25,7 @@ from dynamo_megatron.rollout.store import read_rollouts, step_files, tokens_file
 from dynamo_megatron.rollout.token_spans import character_ends
 from dynamo_megatron.runtime.plain_text import printable
 from dynamo_megatron.tracking.token_rows import read_token_rows
-from dynamo_megatron.types import Rollout
+from dynamo_megatron.types import NOT_TRAINED, Rollout
 
 IN_PICTURE = ("Reward", "Policy entropy", "Response length", "Rollouts by earlier success rate")
 STEPS, EACH = 12, 2  # steps that rollouts are shown of; best, worst, truncated and failed ones of each
@@ -106,7 +106,8 @@ def _chosen(
         rollouts = read_rollouts(files[step], routes=False)
         pairs = {pair["id"]: pair for pair in pairs_of(rollouts)}
         rollouts.sort(key=lambda r: r.rollout_id)
-        statistics = read_token_rows(tokens_file(run.folder, step))
+        # A run on recorded rollouts has them by ids of its own.
+        statistics = read_token_rows(tokens_file(run.folder, step)) if source == run.folder else {}
         scored = sorted((r for r in rollouts if r.status == "ok"), key=lambda r: r.reward)
         kinds = {
             "asked for": [r for r in rollouts if r.rollout_id in asked],
@@ -114,7 +115,8 @@ def _chosen(
             "best": scored[: -EACH - 1 : -1],
             "worst": scored[:EACH],
             "truncated": [r for r in rollouts if r.finish_reason == "length"][:EACH],
-            "not trained on": [r for r in rollouts if r.status != "ok"][:EACH],
+            "not trained on": [r for r in rollouts if r.status in NOT_TRAINED][:EACH],
+            "not scored": [r for r in rollouts if r.status not in ("ok", *NOT_TRAINED)][:EACH],
         }
         for rollout in {r.rollout_id: r for its in kinds.values() for r in its}.values():
             labels = [kind for kind, its in kinds.items() if rollout in its]

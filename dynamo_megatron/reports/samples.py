@@ -56,8 +56,9 @@ def read_samples(
     found.sort(key=lambda r: r.rollout_id)
     shown = found[: limit or (None if as_json else 8)]
     if best is not None or worst is not None:  # of equal rewards the first by id
-        shown = sorted(found, key=lambda r: -r.reward)[: best or 0]
-        shown += [r for r in sorted(found, key=lambda r: r.reward)[: worst or 0] if r not in shown]
+        scored = sorted((r for r in found if r.status == "ok"), key=lambda r: r.reward)
+        shown = sorted(scored, key=lambda r: -r.reward)[: best or 0]
+        shown += [r for r in scored[: worst or 0] if r not in shown]
     yield from map(_as_json if as_json else _as_text, shown)
     if not as_json:
         steps = " to ".join(map(str, dict.fromkeys([found[0].step, found[-1].step])))

@@ -104,4 +104,6 @@ def test_explained_variance():
     returns = np.array([0.0, 1.0, 2.0])
     assert gae.explained_variance(returns, returns) == 1 and gae.explained_variance(np.full(3, 5.0), returns) == 0
     assert gae.explained_variance(-returns, returns) == pytest.approx(-3)
-    assert gae.explained_variance(returns, np.ones(3)) == 0 and gae.explained_variance(np.zeros(0), np.zeros(0)) == 0
+    assert (
+        gae.explained_variance(returns, np.full(3, 0.1)) == 0 and gae.explained_variance(returns[:0], returns[:0]) == 0
+    )

@@ -117,3 +117,11 @@ def test_a_seed_with_an_unfinished_run_is_left_out_and_four_seeds_give_no_ratio(
     main(["compare", "spec.yaml", "--table"])
     assert "- 28 of 30 runs have ended; left out: seeds 4" in capsys.readouterr().out, "from curves.jsonl"
     assert "| half | 0 of 8 | 1e-06 | 60.0 | - |" in text and "| 10 at 1e-06 | - | 70 at 1e-06 | - |" in text
+
+
+def test_without_a_run_of_the_control_nothing_is_gained_or_lost(made, capsys):
+    made([1, 2, 3, 4, 5], lambda run: usual(run) | ({"code": 1} if (run.arm, run.seed) == ("grpo", 1) else {}))
+    main(["compare", "spec.yaml", "--table"])
+    text = capsys.readouterr().out
+    assert "no cost to reach it: at every learning rate one of its runs failed." in text
+    assert "| half | 0 of 10 | 1e-06 | 60.0 (60.0 to 60.0) | - |" in text

@@ -114,9 +114,7 @@ def test_linear_and_its_gradients(device, dtype, adapted):
         got = layers.linear(*parts[:3], (*parts[3:], 1.5) if adapted else None)
     assert "aten::bmm" not in {event.name for event in trace.events()}
     got.backward(gradient)
-    found = [(got, wanted)]
-    for i in trained:  # of x and the bias by autograd, of matrices in main_grad
-        found.append((parts[i].grad if i in (0, 2) else parts[i].main_grad - 1, exact[i].grad))
-    for ours, theirs in found:
+    of = [parts[i].grad if i in (0, 2) else parts[i].main_grad - 1 for i in trained]  # of matrices in main_grad
+    for ours, theirs in zip([got, *of], [wanted, *(exact[i].grad for i in trained)], strict=True):
         off = (ours.float() - theirs).abs().max() / theirs.abs().max()
         assert off.item() < (1e-6 if dtype == torch.float32 else 2**-6)

@@ -73,7 +73,7 @@ def test_dumps_of_other_trainers(tmp_path, capsys):
     text = capsys.readouterr().out
     rows = table(text)
     assert len(rows) == 7 and float(rows["neyman"][1]) < 1 and all(row[0] == str(4 * 6 * 32) for row in rows.values())
-    assert "had the step's budget and 8 to 96 rollouts for a prompt" in text
+    assert "had the step's budget and, but for keys of its own, 8 to 96 rollouts" in text
     assert "REPRODUCED" not in text and "own allocator" not in text
     assert json.loads((tmp_path / "replay.json").read_text())["prompt_ids"][2] == "q2"
 

@@ -58,6 +58,8 @@ def test_what_is_chosen(make_run, new_rollout, two_steps):
     assert [len([*read_samples(many, as_json=as_json)]) for as_json in (True, False)] == [9, 8 + 1]
     assert ids(run, step=1, limit=1) == ["000001-0000-000"]
     assert ids(run, best=2) == [newest[3], newest[1]] and ids(run, worst=1) == newest[:1]
+    late = make_run(new_rollout(3, 0, 0, reward=0.0, status="reward_timeout"), new_rollout(3, 0, 1, reward=-1.0))
+    assert ids(late, best=2) == ["000003-0000-001"]
     assert ids(run, best=1, worst=4) == [newest[3], newest[0], newest[2], newest[1]]  # none of them twice
     both = ["000001-0001-000", "000001-0001-001", "000002-0001-000", "000002-0001-001"]
     assert ids(run, prompt_id="p1") == both and ids(run, prompt_id="p1", step=2) == both[2:]
@@ -80,7 +82,7 @@ def test_a_run_under_way(make_run, two_steps, new_rollout):
     file = step_file(run, 2)
     file.write_bytes(file.read_bytes() + compressed(new_rollout(2, 3, 0, 1.0).to_json().encode() + b"\n")[:-9])
     step_file(run, 3).write_bytes(compressed(b"{}\n")[:-1])
-    shown = [json.loads(t) for t in read_samples(run, best=9, as_json=True)]
+    shown = [json.loads(t) for t in read_samples(run, limit=9, as_json=True)]
     assert len(shown) == 4
     assert [s["status"] for s in shown if s["rollout_id"] == two_steps[-1].rollout_id] == ["rejected"]
 

@@ -10,7 +10,7 @@ import sys
 import termios
 import time
 
-from dynamo_megatron.tracking.progress import Progress, step_line
+from dynamo_megatron.tracking.progress import Progress
 
 
 def test_a_run_in_a_terminal(monkeypatch):
@@ -64,13 +64,3 @@ STEP = {
     **{"time/update": 20.0, "time/weight_sync": 1.25, "time/evaluate": 0.0, "time/save": 0.5, "time/other": 0.15},
     **{"reward/unique_answers": 0.75, "rollout/distinct_4grams": 0.875},
 }
-
-
-def test_without_a_terminal_a_step_s_line_has_all_fields():
-    assert step_line(STEP, 100) == (
-        "step   7/100  reward  0.250  loss -0.0123  grad  0.500  time  83.40  gap 1e-06  entropy 1.250  len   345.6"
-        "  solved 0.500  unique 0.750  4grams 0.875  n  2..24   gen  60.00  upd  20.00  sync   1.25  logp   1.50"
-        "  eval   0.00  save   0.50  other   0.15"
-    )
-    ahead = {key: value for key, value in STEP.items() if "gap" not in key} | {"rollout/staleness_mean": 0.5}
-    assert "  time  83.40  stale 0.50  entropy 1.250  " in step_line(ahead, 100)
