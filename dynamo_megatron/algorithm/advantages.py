@@ -139,7 +139,8 @@ def weighted(advantages: np.ndarray, positive_weight: float) -> np.ndarray:
 
 def batch_normalised(advantages: np.ndarray) -> np.ndarray:
     """(advantage - mean) / (standard deviation (ddof 1) + 1e-8), float64 [S]: SPO's (arXiv 2509.13232)."""
-    centred = advantages - advantages.mean() if len(advantages) else advantages
+    above = advantages - advantages.min(initial=np.inf)  # of equal ones exact zeros, whose mean is not rounded
+    centred = above - above.mean() if len(above) else above
     return centred / (np.sqrt((centred**2).sum() / max(len(centred) - 1, 1)) + 1e-8)
 
 

@@ -62,7 +62,7 @@ def test_normalised_over_the_batch():
     # 1, 2, 6: mean 3, sum of squares 4 + 1 + 9 = 14, variance 7
     got = batch_normalised(np.array([1.0, 2.0, 6.0]))
     np.testing.assert_allclose(got, np.array([-2.0, -1.0, 3.0]) / np.sqrt(7), rtol=1e-7)
-    assert batch_normalised(np.array([0.3, 0.3])).tolist() == [0.0, 0.0]
+    assert batch_normalised(np.full(64, -0.1)).tolist() == [0.0] * 64
     assert batch_normalised(np.array([5.0])).tolist() == [0.0] and len(batch_normalised(np.zeros(0))) == 0
 
 
