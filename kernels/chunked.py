@@ -55,7 +55,7 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Non
     """total += scale * a @ b, rounded once to total's dtype; for a bfloat16 total on a CPU the product before, too."""
     if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, alpha=scale, out_dtype=total.dtype, out=total)
-    elif not a.is_cuda and total.dtype == torch.bfloat16:  # a product, whose sum policy/backend.py may widen
+    elif not a.is_cuda and total.dtype == torch.bfloat16:  # as a product, which policy/backend.py may sum in float32
         total.add_(a.matmul(b), alpha=scale)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype), alpha=scale)

@@ -136,22 +136,23 @@ def as_markdown(spec: Spec, seeds: Sequence[int], arms: Mapping[str, Arm], found
 
 
 def _finals(spec: Spec, arms: Mapping[str, Arm], found: Findings, compared: set[str]) -> str:
-    control, summary, (factor, form, unit) = spec.control, found.summary, _printed(spec.metric)
+    control, summary, printed = spec.control, found.summary, _printed(spec.metric)
+    factor, form, unit = printed
     score = f"{spec.metric}{unit and ', %'}{' (95 %)' if compared else ''}"
     rows = [["arm", "runs failed", "learning rate", score, f"minus {control}{unit and ', points'} (95 %)"]]
     for a, (name, arm) in enumerate(arms.items()):
         difference = _interval(factor * found.difference[name], f"+{form}", "-") if name in compared else "-"
         failed, rate = f"{arm.failed.sum()} of {arm.failed.size}", spec.rates(name)[summary.final_rate[a]]
         known = compared and np.isfinite(summary.final[a])
-        final = _interval(factor * found.final[name], form) if known else _score(summary.final[a], spec.metric, "")
+        final = _interval(factor * found.final[name], form) if known else _score(summary.final[a], factor, form)
         rows.append([name, failed, f"{rate:g}", final, difference])
     note = f"Mean over the seeds, each arm at its best learning rate (highest {spec.metric}). Score before training: "
-    return f"## Final scores\n\n{note}{_score(summary.start, spec.metric, unit)}.\n\n{markdown(rows)}"
+    return f"## Final scores\n\n{note}{_score(summary.start, *printed)}.\n\n{markdown(rows)}"
 
 
 def _costs(spec: Spec, arms: Mapping[str, Arm], found: Findings, compared: set[str], q: int) -> str:
     control, target = spec.control, found.summary.targets[q]
-    score = _score(target, spec.metric, _printed(spec.metric)[2])
+    score = _score(target, *_printed(spec.metric))
     rows = [["arm", "never reached it", *(c for unit in UNITS for c in (unit, f"to {control}'s (95 %)"))]]
     for a, (name, arm) in enumerate(arms.items()):
         costs, best = found.summary.cost[a, q], found.summary.cost_rate[a, q]
@@ -174,8 +175,7 @@ def _printed(metric: str) -> tuple[float, str, str]:
     return (100, ".1f", " %") if metric.startswith("eval/pass@") else (1, ".3g", "")
 
 
-def _score(value: float, metric: str, unit: str) -> str:
-    factor, form, _ = _printed(metric)
+def _score(value: float, factor: float, form: str, unit: str = "") -> str:
     return f"{factor * value:{form}}{unit}" if np.isfinite(value) else "-"
 
 

@@ -180,7 +180,7 @@ class Judge(HttpReward):
         match _parsed(reply):
             case {"choices": [{"message": {"content": str(text)}} as choice, *_]}:
                 return FunctionResult(self.name, "scored", self._score(text, choice.get("finish_reason") == "length"))
-        raise NoScore(f"the answer is not a chat completion with a text: {_start(reply)}")
+        raise NoScore(f"the judge's reply has no choices[0].message.content: {_start(reply)}")
 
     def _score(self, text: str, cut_off: bool) -> float:
         """The pattern's last match after the judge's thinking as a score in [0, 1]. Raises NoScore if nothing matches,

@@ -1,4 +1,4 @@
-"""Which optional packages serve a run on a GPU."""
+"""What stands in for Megatron's clipping of gradients, and which optional packages serve a run on a GPU."""
 
 import sys
 
@@ -6,9 +6,18 @@ import pytest
 import torch
 
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.policy import backend
 from dynamo_megatron.policy.backend import Fusions
 
 HOPPER, AMPERE = (9, 0), (8, 0)
+
+
+def test_the_norm_and_the_scaling_of_all_gradients_at_once():
+    gradients = [torch.randn(3, 2), torch.randn(5)]
+    before = torch.cat([g.flatten() for g in gradients])
+    torch.testing.assert_close(backend._norm_of_all(1, None, [gradients])[0], before.norm()[None])
+    backend._scale_all(1, None, [gradients, gradients], 0.3)
+    torch.testing.assert_close(torch.cat([g.flatten() for g in gradients]), 0.3 * before)
 
 
 @pytest.fixture

@@ -146,7 +146,7 @@ WRONG = {
         (completion("Score: 11"), "the judge's score 11 is not in reward.judge.range (0 to 10)"),
         (completion("Score: 1e999"), "the judge's score '1e999' is not a number"),
         (completion("Score: 1", finish_reason="length"), "the judge's reply was cut off in its number, 'Score: 1'"),
-        ({"choices": []}, "the answer is not a chat completion with a text: '{\"choices\": []}'"),
+        ({"choices": []}, "the judge's reply has no choices[0].message.content: '{\"choices\": []}'"),
     ],
     "reward_model": [
         ([{"embedding": [1.0, 2.0]}], "gave 2 numbers for a response; a reward model is a classifier with num_labels"),

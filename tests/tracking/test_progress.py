@@ -55,12 +55,3 @@ def test_a_file_has_a_line_for_each_phase_of_the_start(capsys):
     progress.phase("generate", 256)
     progress.close()
     assert re.fullmatch(r"loading data 12,000 rows: \d+\.\d s\n", capsys.readouterr().out)
-
-
-STEP = {
-    **{"step": 7, "reward/mean": 0.25, "reward/success": 0.5, "policy/entropy": 1.25, "allocation/n_min": 2},
-    **{"allocation/n_max": 24, "rollout/response_length_mean": 345.6, "policy/loss": -0.0123, "policy/grad_norm": 0.5},
-    **{"rollout/logprob_gap_mean": 1e-6, "time/step": 83.4, "time/generate": 60.0, "time/logprobs": 1.5},
-    **{"time/update": 20.0, "time/weight_sync": 1.25, "time/evaluate": 0.0, "time/save": 0.5, "time/other": 0.15},
-    **{"reward/unique_answers": 0.75, "rollout/distinct_4grams": 0.875},
-}
