@@ -24,7 +24,7 @@ PROBE, LIVE = (f"2026-11-26-h100/device.json, {part}: " for part in ("probe", "l
 TRACE, TURNS = "2026-11-27-h100/traces.json, trace_te: ", "2026-11-27-h100/layers.json, live-turns: "
 H200 = "2026-11-27-h200/night.json: "
 LORA = "2026-11-27-h200/lora.json: "
-NEW = "of benchmarks/results/launches.json's first two codes; the third has run on no GPU"
+NEW = "of launches.json's first two versions; the third has not run on a GPU"
 RATES = {
     "products": Rate(750e12, "FLOP/s", f"{TRACE}788 TFLOP/s of fc1, 721 of weight gradients; {PROBE}785"),
     "attention": Rate(242e12, "FLOP/s of the causal half", f"{TRACE}52.5 ms of both kernels for 12.7 TFLOP"),
