@@ -1,4 +1,4 @@
-"""The policy head: `token_stats`, `token_logprobs` and `policy_loss`, from hidden states and a vocab-parallel weight.
+"""The policy head: `token_stats` and `policy_loss`, from hidden states and a vocab-parallel weight.
 
 Logits exist for one chunk of tokens at a time. Rows whose label is `IGNORE` are left out before the first GEMM.
 Every rank of `tp_group` passes the same tokens and merges the same gathered partials in the same order, so that
@@ -19,13 +19,6 @@ from dynamo_megatron.kernels.chunked import ChunkedHead
 from dynamo_megatron.kernels.reference import summed_loss
 from dynamo_megatron.kernels.types import METRICS, Statistics, Tokens
 from dynamo_megatron.types import TokenStats
-
-
-class TokenLogprobs(NamedTuple):
-    """Per token, [T], as in `TokenStats`; differentiable."""
-
-    logprobs: Tensor
-    entropy: Tensor
 
 
 class PolicyLossOutput(NamedTuple):
@@ -104,7 +97,6 @@ def _token_stats(head: ChunkedHead, stats: Statistics) -> TokenStats:
     return TokenStats(*(head.scatter(getattr(stats, name)) for name in TokenStats._fields))
 
 
-@torch.no_grad()
 def token_stats(
     hidden: Tensor,
     weight: Tensor,
@@ -115,10 +107,13 @@ def token_stats(
     tp_group: dist.ProcessGroup | None = None,
     backend: Literal["torch", "triton", "auto"] = "auto",
     chunk_tokens: int | None = None,
+    differentiable: bool = False,
 ) -> TokenStats:
     """Returns log-probability (natural log), entropy (nats), E[pi Lambda] and collision probability, [T] each.
 
-    Rows labelled -100 are 0. No gradient.
+    Rows labelled -100 are 0. differentiable: log-probability and entropy are, for any loss of them (4 GEMMs with
+    backward). hidden.grad and weight.grad (or main_grad) are as in `policy_loss`, and every rank of tp_group has to run
+    the backward pass, with the same upstream gradients.
 
     hidden: [T, h], weight: [V/tp, h], floating point; logits are float32 (float64 where one of them is).
     labels: int64 [T]; -100 leaves a row out. With labels on the host the head reads nothing of a GPU.
@@ -129,31 +124,12 @@ def token_stats(
     Raises ValueError that names the argument.
     """
     head = ChunkedHead(hidden, weight, labels, temperature, vocab_size, tp_group, backend, chunk_tokens)
-    return _token_stats(head, head.statistics(hidden, weight))
-
-
-def token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
-    tp_group: dist.ProcessGroup | None = None,
-    backend: Literal["torch", "triton", "auto"] = "auto",
-    chunk_tokens: int | None = None,
-) -> TokenLogprobs:
-    """Returns log-probability and entropy of every labelled token, for any loss of them: 4 GEMMs with backward.
-
-    Arguments as in `token_stats`; hidden.grad and weight.grad (or main_grad) as in `policy_loss`. Every rank of
-    tp_group has to run the backward pass, with the same upstream gradients.
-
-    Raises ValueError that names the argument.
-    """
-    head = ChunkedHead(hidden, weight, labels, temperature, vocab_size, tp_group, backend, chunk_tokens)
     with torch.no_grad():
         stats = head.statistics(hidden, weight)
-    return TokenLogprobs(*(head.scatter(v) for v in _Logprobs.apply(hidden, weight, head, stats)))
+    if differentiable:
+        logprobs, entropy = _Logprobs.apply(hidden, weight, head, stats)
+        stats = stats._replace(logprobs=logprobs, entropy=entropy)
+    return _token_stats(head, stats)
 
 
 def policy_loss(

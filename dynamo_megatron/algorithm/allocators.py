@@ -145,9 +145,8 @@ class Cures(Gvm):
 
 
 def observed_rate(prompts: Statistics, pool: Statistics) -> np.ndarray:
-    """Successes / rollouts of each prompt, float64 [N]; without history the pool's, and without a pool 1/2."""
-    trials = pool.trials.sum()
-    unknown = np.full(len(prompts), pool.successes.sum() / trials if trials > 0 else 0.5)
+    """Successes / rollouts of each prompt, float64 [N]; without history their mean over the pool, 1/2 without one."""
+    unknown = np.full(len(prompts), (pool.successes / pool.trials).mean() if len(pool) else 0.5)
     return np.divide(prompts.successes, prompts.trials, out=unknown, where=prompts.trials > 0)
 
 

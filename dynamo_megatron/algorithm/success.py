@@ -33,21 +33,38 @@ def success_variance(successes: Array, trials: Array) -> Array:
 
 def beta_prior(successes: np.ndarray, trials: np.ndarray) -> tuple[float, float]:
     """(a, b) of a Beta prior fitted to prompts with `trials` > 0 by the moments of the beta-binomial (empirical Bayes).
-
-    The mean is the pooled success rate, kept away from 0 and 1 by half a rollout each. The strength is 1 / rho - 1: the
-    expectation of sum G (k/G - mean)^2 over m prompts is mean (1 - mean) ((1 - rho) (m - 1) + rho (sum G - sum G^2 /
-    sum G)).
-    """
-    total, won = _sum(trials), _sum(successes)
-    mean = (won + 0.5) / (total + 1)
-    strength = STRENGTH_UNKNOWN
-    within = len(trials) - 1
-    excess = total - _sum(trials**2) / total - within if total else 0.0
-    if excess > 1e-9:
-        spread = _sum(trials * (successes / trials - won / total) ** 2)
-        rho = (spread / (mean * (1 - mean)) - within) / excess
-        strength = min(max(1 / rho - 1, STRENGTH_RANGE[0]), STRENGTH_RANGE[1]) if rho > 0 else STRENGTH_RANGE[1]
+    The mean is kept away from 0 and 1 by half a rollout each."""
+    mean, strength = _fitted(successes / trials, trials, None, STRENGTH_RANGE, STRENGTH_UNKNOWN)
+    total = _sum(trials)
+    mean = (total * mean + 0.5) / (total + 1)
     return mean * strength, (1 - mean) * strength
+
+
+def _fitted(
+    means: np.ndarray, trials: np.ndarray, within: float | None, bounds: tuple[float, float], strength: float
+) -> tuple[float, float]:
+    """Returns the mean of the prompts' expected rewards, and its strength: the variance within over that between
+    prompts, or `strength` if that can't be fitted. `means`: each prompt's mean reward, float64 [N].
+
+    The variance of a prompt's mean is between + within / t, so its weight is w = t / (t + strength) (Kleinman 1973);
+    weights of t would favour the prompts that the allocator does. The expectation of sum w (mean - centre)^2 is
+    between sum f + within sum f / t, f = w - w^2 / sum w. `within` None: the rewards are 0 or 1, and both variances
+    add up to centre (1 - centre).
+    """
+    weight, centre = trials, 0.5
+    for _ in range(3 if len(trials) else 0):  # each time the error falls to a tenth or less
+        total = _sum(weight)
+        centre = _sum(weight * means) / total
+        free = weight - weight**2 / total
+        spread, noise, excess = _sum(weight * (means - centre) ** 2), _sum(free / trials), _sum(free)
+        known, excess = (centre * (1 - centre), excess - noise) if within is None else (within, excess)
+        if excess <= 1e-9:
+            break
+        between = (spread - known * noise) / excess
+        inside = known - between if within is None else within
+        strength = min(max(inside / between, bounds[0]), bounds[1]) if between > 0 else bounds[1]
+        weight = trials / (trials + strength)
+    return centre, strength
 
 
 def bernoulli(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -59,8 +76,7 @@ def expected_variance(model: str, prompts: Statistics, pool: Statistics) -> np.n
     """The expected variance of a rollout of each of `prompts`, float64 [N], by `model`: `bernoulli`, or `empirical`,
     the sample variance of the prompt's rewards, shrunk to the pool's (1 if no prompt has two rollouts)."""
     if model == "empirical":
-        freedom = _sum(np.maximum(pool.trials - 1, 0))
-        common = _sum(pool.reward_squares) / freedom if freedom > 0 else 1.0
+        common = _common_variance(pool, unknown=1.0)
         rollouts = np.maximum(prompts.trials - 1, 0) + POOL_ROLLOUTS
         return (prompts.reward_squares + POOL_ROLLOUTS * common) / rollouts
     a, b = beta_prior(pool.successes, pool.trials)
@@ -129,7 +145,8 @@ def shrunk(prompts: Statistics, pool: Statistics, pool_strength: float, variance
     if not len(pool):
         return Baseline(np.zeros(len(prompts)), np.zeros(len(prompts)), variance=variance)
     trials, means = pool.trials, pool.reward_mean
-    c = _fitted_strength(trials, means, variance) if variance else pool_strength  # 0: not known yet
+    fit = (variance, POOL_STRENGTH_RANGE, POOL_STRENGTH_RANGE[1])
+    c = _fitted(means, trials, *fit)[1] if variance else pool_strength  # 0: not known yet
     weight = trials / (trials + c)
     centre = float((weight * means).sum() / weight.sum())
     if variance is None:
@@ -139,7 +156,7 @@ def shrunk(prompts: Statistics, pool: Statistics, pool_strength: float, variance
 
 
 def variance_within(pool: Statistics) -> float | None:
-    """Pooled variance of the rewards of a prompt's rollouts. 0 if no prompt had two rollouts; None if all rewards so
+    """The mean variance of the rewards of a prompt's rollouts. 0 if no prompt had two rollouts; None if all rewards so
     far were 0 or 1."""
     trials, mean = pool.trials, pool.reward_mean
     bernoulli = np.allclose(pool.successes, trials * mean) and np.allclose(
@@ -147,16 +164,13 @@ def variance_within(pool: Statistics) -> float | None:
     )
     if bernoulli:
         return None
-    freedom = np.maximum(trials - 1, 0).sum()
-    return float(pool.reward_squares.sum() / freedom) if freedom > 0 else 0.0
+    return _common_variance(pool, unknown=0.0)
 
 
-def _fitted_strength(trials: np.ndarray, means: np.ndarray, within: float) -> float:
-    """Returns variance within / variance between prompts, by the method of moments: the expectation of
-    sum t (mean - centre)^2 over m prompts is within (m - 1) + between (sum t - sum t^2 / sum t)."""
-    total = trials.sum()
-    centre = (trials * means).sum() / total
-    excess = total - (trials**2).sum() / total
-    low, high = POOL_STRENGTH_RANGE
-    between = ((trials * (means - centre) ** 2).sum() - within * (len(trials) - 1)) / excess if excess > 1e-9 else 0.0
-    return float(min(max(within / between, low), high)) if between > 0 else high
+def _common_variance(pool: Statistics, unknown: float) -> float:
+    """Returns the variance of the rewards of a prompt's rollouts in the mean over prompts, `unknown` if no prompt had
+    two. The weight of a prompt's own is free / (free + POOL_ROLLOUTS), free its rollouts less 1: not free, which would
+    favour the prompts that the allocator does."""
+    free = np.maximum(pool.trials - 1, 0)
+    known = _sum(free / (free + POOL_ROLLOUTS))
+    return _sum(pool.reward_squares / (free + POOL_ROLLOUTS)) / known if known > 0 else unknown

@@ -156,7 +156,7 @@ class PolicyHead:
         """The user's function's loss of all response tokens; it need not be 0 for tokens whose advantage is 0. Adds the
         KL term unless kl.where is `function`. Raises UserCodeError."""
         kl, slots = self.config.algorithm.kl, micro_batch.slots
-        head = kernels.token_logprobs(hidden, self.weight, micro_batch.labels, **self.arguments)
+        head = kernels.token_stats(hidden, self.weight, micro_batch.labels, **self.arguments, differentiable=True)
         logprobs = head.logprobs.detach().requires_grad_()
         here = {name: None if t is None else to_device(t[slots], logprobs.device) for name, t in tokens.items()}
         inputs = LossInputs(

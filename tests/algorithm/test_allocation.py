@@ -106,7 +106,7 @@ def test_empirical_variance_is_shrunk_to_the_pool():
     allocator.observe(ids, np.concatenate(list(rewards.values())), np.zeros(len(ids), bool), 1)
     allocator.allocate(["a", "b", "new"], 24, step=2)
     squares = [((r - r.mean()) ** 2).sum() for r in rewards.values()]
-    pool = sum(squares) / (8 + 4)
+    pool = (squares[0] / 12 + squares[1] / 8) / (8 / 12 + 4 / 8)
     want = [(squares[0] + 4 * pool) / 12, (squares[1] + 4 * pool) / 8, pool]
     np.testing.assert_allclose(allocator.last.variance, want, rtol=1e-12)
 

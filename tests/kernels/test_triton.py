@@ -7,7 +7,7 @@ from plain_head import FULL, MODULATION
 
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.config import PolicyLossConfig
-from dynamo_megatron.kernels import reference, tile_hash, token_logprobs, triton_backend
+from dynamo_megatron.kernels import reference, tile_hash, token_stats, triton_backend
 from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.kernels.types import METRICS, Shard, Tokens
 from dynamo_megatron.weight_sync.proof import LANES, TILE_WORDS, tile_sums
@@ -187,12 +187,12 @@ def test_policy_loss_matches_autograd_and_itself(gradient, dtype, ranges):
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_token_logprobs_take_any_upstream_gradient(backend):
+def test_differentiable_statistics_take_any_upstream_gradient(backend):
     c = plain.case(tokens=11, temperature=1.3)
     keep = c.labels != plain.IGNORE
     hidden, weight = (t.clone().requires_grad_() for t in (c.hidden, c.weight))
     options = {"temperature": 1.3, "vocab_size": c.vocab, "backend": backend, "chunk_tokens": 4}
-    logprobs, entropy = token_logprobs(hidden, weight, c.labels, **options)
+    logprobs, entropy, *_ = token_stats(hidden, weight, c.labels, **options, differentiable=True)
     (logprobs.sin().sum() + (entropy * logprobs.detach()).square().sum()).backward()
     x, w = (t.clone().requires_grad_() for t in (c.hidden[keep], c.weight[: c.vocab]))
     lp = (x @ w.t() / 1.3).log_softmax(-1)
@@ -205,7 +205,7 @@ def test_token_logprobs_take_any_upstream_gradient(backend):
     assert (hidden.grad[~keep] == 0).all() and (weight.grad[c.vocab :] == 0).all()
     for only in (0, 1):  # the other one has no gradient at all
         weight.grad = None
-        token_logprobs(hidden, weight, c.labels, **options)[only].sum().backward()
+        token_stats(hidden, weight, c.labels, **options, differentiable=True)[only].sum().backward()
         assert weight.grad.isfinite().all() and weight.grad.norm() > 0
 
 
