@@ -5,7 +5,7 @@
 # make runs/demo/teacher/hf   a teacher of twice the width, for benchmarks/distillation.py
 # make runs/class_task/warmup/hf   the warm-up of the class task, whose RL is configs/class_task/rl.yaml
 # make compare    DynaMO beside GRPO on the demo's task: 20 runs, two at a time (JOBS=N: N), resumable, and README's table
-#                 of them (9 minutes on two cores; docs/analysis.md)
+#                 of them (9 to 15 minutes on two cores; docs/analysis.md)
 # make test       what CI runs: lint and the quick tests
 # make test-all   every check at full count (PEERS=skip: but for the one with verl and TRL)
 # tools/debian_packages.sh   installs, as root, SLURM and what else tests need of Debian; without it they are skipped
