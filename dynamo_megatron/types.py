@@ -379,9 +379,7 @@ class RolloutBatch(Sequences):
 
     @classmethod
     def join(
-        cls,
-        batches: Sequence[RolloutBatch],
-        concatenate: Callable[[Sequence[np.ndarray]], np.ndarray] = np.concatenate,
+        cls, batches: Sequence[RolloutBatch], concatenate: Callable[[Sequence[np.ndarray]], np.ndarray] = np.concatenate
     ) -> RolloutBatch:
         """The rollouts of all of `batches`, in order; `concatenate` says where the arrays go. A single batch that has
         any is returned as it is."""

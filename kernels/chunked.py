@@ -142,12 +142,7 @@ class ChunkedHead:
         return Statistics(*out)
 
     def loss_and_gradients(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        config: PolicyLossConfig,
-        tokens: Tokens,
-        ranges: ModulationRanges | None,
+        self, hidden: Tensor, weight: Tensor, config: PolicyLossConfig, tokens: Tokens, ranges: ModulationRanges | None
     ) -> tuple[Statistics, Terms, tuple[Tensor, Tensor | None]]:
         """Returns statistics, loss terms and (dX, dW) from one pass, 3 GEMMs: a chunk's loss and gradients use the same
         logits."""

@@ -183,14 +183,7 @@ def summed_loss(
         advantages = modulated.advantages
         damped, boosted = modulated.beta_stab < DAMPED, modulated.beta_comp > BOOSTED
     loss = policy_loss_terms(
-        logprobs,
-        entropy,
-        old_logprobs,
-        advantages,
-        tokens.ref_logprobs,
-        config,
-        tokens.old_kl_coef,
-        tokens.log_ratios,
+        logprobs, entropy, old_logprobs, advantages, tokens.ref_logprobs, config, tokens.old_kl_coef, tokens.log_ratios
     )
     kl = torch.zeros_like(advantages) if loss.kl is None else loss.kl.detach()
     log_ratios = logp - old_logprobs if tokens.log_ratios is None else tokens.log_ratios

@@ -11,10 +11,7 @@ from typing import Any
 
 
 def gym_agent(
-    make: Callable[[], Any],
-    action: Callable[[str], Any] = str.strip,
-    show: Callable[[Any], str] = str,
-    **request: Any,
+    make: Callable[[], Any], action: Callable[[str], Any] = str.strip, show: Callable[[Any], str] = str, **request: Any
 ) -> Callable[[Any, Any], Awaitable[float]]:
     """The agent for `rollout.agent`: an episode is one of the environment, whose rewards are added up.
 

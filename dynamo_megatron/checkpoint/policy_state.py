@@ -47,13 +47,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dynamo_megatron.checkpoint.adapters import check_base, read_lora
-from dynamo_megatron.checkpoint.folder import (
-    check_model,
-    file_checksum,
-    publish,
-    unfinished_folder,
-    write_state,
-)
+from dynamo_megatron.checkpoint.folder import check_model, file_checksum, publish, unfinished_folder, write_state
 from dynamo_megatron.checkpoint.torch_dist import CRITIC, TorchDistReader, write_common
 from dynamo_megatron.checkpoint.weights import verify_bytes
 from dynamo_megatron.errors import InputError

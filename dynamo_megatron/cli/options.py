@@ -212,9 +212,7 @@ COMMANDS: dict[str, Sequence[Any]] = {
         ),
         option("--out", type=Path, help="folder to write to (default: RUN)"),
         option(
-            "--success-threshold",
-            type=float,
-            help="verl, slime: a rollout succeeds from this reward on (default 1)",
+            "--success-threshold", type=float, help="verl, slime: a rollout succeeds from this reward on (default 1)"
         ),
         option("--reward-key", help="verl, slime: the field with the reward, where it is not score or reward"),
     ),

@@ -336,10 +336,7 @@ class DynamicSamplingConfig(Section):
 class SequentialConfig(Section):
     """Rounds of a step that look at its own outcomes, `round_n` rollouts of every prompt in the first."""
 
-    of_kinds = {
-        **dict.fromkeys(("lower", "upper"), ("pilot",)),
-        "keep": ("reinforce_ada",),
-    }
+    of_kinds = {**dict.fromkeys(("lower", "upper"), ("pilot",)), "keep": ("reinforce_ada",)}
     # pilot (Pilot-Commit, arXiv 2605.26606): the rest of the budget to the prompts of middling success rates;
     # reinforce_ada (Reinforce-Ada, arXiv 2510.04996): rounds until a prompt has right and wrong rollouts
     kind: Literal["pilot", "reinforce_ada"] = "pilot"

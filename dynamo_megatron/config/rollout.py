@@ -14,12 +14,7 @@ ALONE = 0.85  # memory_fraction of a server that shares its GPU with no rank
 SHORTEST_TIMEOUT, TOKEN_TIMEOUT = 600.0, 0.1  # seconds of a rollout, and of each token that it may have
 EVERY_INTERFACE = ("0.0.0.0", "::", "[::]", "*")
 # config.json's quantization_config of the weights that models/fp8.py makes
-FP8_CONFIG = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-}
+FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 def _memory_fraction(placement: str = "colocated", offload: object = "auto", **_: object) -> float:

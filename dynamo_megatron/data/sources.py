@@ -34,10 +34,7 @@ NEEDS_CHAT = (
     f"chat messages need data.template: chat, not a plain template; for a tokenizer without a chat template set {WAYS}"
 )
 # Where a key is not configured, the first of these that the row has is used: the usual columns, then verl's.
-USUAL_KEYS = {
-    "prompt_key": ("problem", "question", "prompt"),
-    "answer_key": ("answer", "reward_model.ground_truth"),
-}
+USUAL_KEYS = {"prompt_key": ("problem", "question", "prompt"), "answer_key": ("answer", "reward_model.ground_truth")}
 
 
 def load_prompts(

@@ -88,13 +88,7 @@ class SFTJob(Job):
         progress.phase("loading data", unit="problems")
         before = self.output.stream_state()
         self._stream = open_stream(
-            config.prompt_stream,
-            self._encode,
-            longest,
-            before,
-            progress.count,
-            needs_answer=True,
-            conversations=True,
+            config.prompt_stream, self._encode, longest, before, progress.count, needs_answer=True, conversations=True
         )
         self.output.claim()
         if config.data.chat_template is not None:

@@ -10,12 +10,7 @@ class Granite(Family):
     name = "granite"
     fields = "attention_multiplier embedding_multiplier logits_scaling residual_multiplier"
     required = ""
-    tiny = {
-        "attention_multiplier": 0.2,
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 0.5,
-        "residual_multiplier": 0.5,
-    }
+    tiny = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.5}
 
     def further(self, config: JsonObject) -> dict[str, Any]:
         return {

@@ -97,14 +97,7 @@ class PackedAttention(MegatronModule):
     sharded_state_dict = DotProductAttention.sharded_state_dict  # of `softmax_offset`
 
     def __init__(
-        self,
-        config,
-        layer_number,
-        softmax_scale=None,
-        k_channels=None,
-        v_channels=None,
-        pg_collection=None,
-        **_,
+        self, config, layer_number, softmax_scale=None, k_channels=None, v_channels=None, pg_collection=None, **_
     ):
         super().__init__(config=config)
         assert config.attention_dropout == 0.0, "attention dropout is not supported by PackedAttention"

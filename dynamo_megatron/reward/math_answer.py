@@ -12,13 +12,7 @@ from typing import Any
 from dynamo_megatron.reward.extraction import SENTENCE_END, Graded, after_thinking, boxed, last_boxes, last_line
 from dynamo_megatron.reward.mathematics.equality import equal
 from dynamo_megatron.reward.mathematics.parser import parse
-from dynamo_megatron.reward.mathematics.text import (
-    in_words,
-    label_of,
-    normal_form,
-    same_text,
-    without_introduction,
-)
+from dynamo_megatron.reward.mathematics.text import in_words, label_of, normal_form, same_text, without_introduction
 from dynamo_megatron.reward.mathematics.tokens import MAGNITUDES, NO_UNIT, NotMathematics, is_larger, is_unit
 from dynamo_megatron.reward.mathematics.value import Node
 from dynamo_megatron.types import Prompt

@@ -37,10 +37,7 @@ ENVIRONMENT = {
 HARNESS = "/harness.py"
 FILE_SIZE = 16 << 20  # bytes of all files in the program's temporary folder
 # AUDIT_ARCH and the numbers of clone, clone3, fork and vfork (aarch64 has no such calls)
-MACHINES = {
-    "x86_64": (0xC000003E, 56, 435, 57, 58),
-    "aarch64": (0xC00000B7, 220, 435, 0xFFFFFFFF, 0xFFFFFFFF),
-}
+MACHINES = {"x86_64": (0xC000003E, 56, 435, 57, 58), "aarch64": (0xC00000B7, 220, 435, 0xFFFFFFFF, 0xFFFFFFFF)}
 START_TIMEOUT = 60.0  # seconds; an interpreter on a busy network file system takes long
 MESSAGE = 4096  # bytes of what bubblewrap or the harness says
 LATE = (None, 128 + signal.SIGKILL)  # exit codes: none in time; that at the limit of CPU time

@@ -24,13 +24,7 @@ from dynamo_megatron.rollout.dispatch import Request
 from dynamo_megatron.rollout.result import RolloutError, RolloutResult, group_id
 from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.sampling import Sampling
-from dynamo_megatron.rollout.scoring import (
-    Evaluated,
-    Scoring,
-    check_evaluation,
-    evaluation_requests,
-    problem_result,
-)
+from dynamo_megatron.rollout.scoring import Evaluated, Scoring, check_evaluation, evaluation_requests, problem_result
 from dynamo_megatron.rollout.servers.fleet import Fleet
 from dynamo_megatron.rollout.servers.server_api import Endpoint
 from dynamo_megatron.rollout.step_session import StepSession, wanted_rollouts

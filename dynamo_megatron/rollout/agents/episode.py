@@ -94,11 +94,7 @@ class Episode:
         return Place(turn, tokens[len(ids) :])
 
     def record(
-        self,
-        place: Place,
-        response: Response,
-        messages: list[Message] | None,
-        times: tuple[float, float] = (0.0, 0.0),
+        self, place: Place, response: Response, messages: list[Message] | None, times: tuple[float, float] = (0.0, 0.0)
     ) -> Turn:
         """An answer came. `messages`, `times`: as Turn's."""
         turn = Turn(place, response, messages, times)
