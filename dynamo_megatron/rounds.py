@@ -143,7 +143,7 @@ def _outcomes(rounds: Sequence[Round]) -> Outcomes:
 def check_savable(prompt: Prompt, config: Config) -> None:
     """Raises InputError where a checkpoint could not hold the prompt while it is under way (`RoundsAhead`)."""
     given = [prompt.answer, prompt.meta]
-    if config.rollout.max_staleness and plain_data(given) != given:
+    if config.rollout.max_staleness and repr(plain_data(given)) != repr(given):
         raise InputError(
             "rollout.max_staleness: prompts under way are saved with the checkpoint, and the answer or the other "
             f"columns of prompt {prompt.label} are not plain data (JSON)"

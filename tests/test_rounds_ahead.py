@@ -67,7 +67,7 @@ def test_a_resumed_run_dispatches_what_was_under_way_again(tmp_path):
     assert dispatched == whole[0][4:]
 
 
-@pytest.mark.parametrize("value", [{1, 2}, b"PNG", "\ud800"])
+@pytest.mark.parametrize("value", [{1, 2}, b"PNG", "\ud800", np.arange(2)])
 def test_a_prompt_that_a_checkpoint_cannot_hold_is_refused_as_it_is_read(value):
     config = SimpleNamespace(rollout=SimpleNamespace(max_staleness=1))
     with pytest.raises(InputError, match=r"the answer or the other columns of prompt 'p' \(a.parquet row 7\) are not"):

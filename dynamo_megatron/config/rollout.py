@@ -59,7 +59,7 @@ class RolloutConfig(Section):
     # what a weight sync does with responses under way: partial, they go on under the new weights; drain, it waits
     at_sync: Literal["partial", "drain"] = "partial"
     concurrency: Positive = 256  # requests under way at once, at each server
-    # per rollout, from its dispatch; then aborted and counted; None: 0.1 for each token of max_new_tokens, at least 600
+    # per rollout at its server; then aborted and counted; None: 0.1 for each token of max_new_tokens, at least 600
     timeout: Seconds | None = None
     start_timeout: Seconds = 600.0  # until a server answers, compilations included
     health_timeout: Seconds = 30.0  # without an answer of a server to /health until it counts as hung

@@ -221,6 +221,10 @@ def _check_content(prompt: Prompt, where: str, needs_answer: bool) -> None:
         said = "null" if prompt.answer is None else repr(prompt.answer)
         raise InputError(f"{where}: the answer is {said}; there must be one to compare with or to train on")
     if prompt.text is not None:
+        if not isinstance(prompt.text, str):
+            raise InputError(
+                f"{where}: the prompt must be text (a conversation is `messages`), not {prompt.text!r:.80}"
+            )
         if not prompt.text.strip():
             raise InputError(f"{where}: the prompt is empty")
         return

@@ -37,9 +37,10 @@ class DPOJob(SFTJob):
         tools = tools_of(prompt) if data.template == "chat" else None
         before, examples = encode_prompt(prompt, self._tokenizer, data, tools), []
         for name, value in (("data.answer_key", prompt.answer), ("dpo.rejected_key", other)):
+            message = {"role": "assistant", "content": value}
             if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
                 message = {"content": ""} | {key: item for key, item in value[0].items() if item is not None}
-                value = self._answers.text_of(prompt, chat_messages(prompt, data.system_prompt), message)
+            value = self._answers.text_of(prompt, chat_messages(prompt, data.system_prompt), message)
             if not isinstance(value, str):
                 what = f"prompt {prompt.label}: the completion of {name} is {value!r:.40}"
                 raise InputError(f"{what}; give a string or a list with a single assistant message")

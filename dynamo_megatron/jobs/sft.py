@@ -11,8 +11,10 @@ where an answer that was cut short has "finish_reason": "length" and its end tok
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -32,7 +34,8 @@ from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.jobs.run import Job
 from dynamo_megatron.jobs.start_checks import check_vocabulary
 from dynamo_megatron.models import ModelSpec
-from dynamo_megatron.rollout.agents.chat_tokens import THOUGHTS, ChatTokens
+from dynamo_megatron.reward.extraction import MARKER, opened_thinking
+from dynamo_megatron.rollout.agents.chat_tokens import MARKER_TOKENS, THOUGHTS, ChatTokens
 from dynamo_megatron.rollout.agents.messages import BadRequest, Message, normalised_calls
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.coordination import Coordinator
@@ -84,6 +87,8 @@ class SFTJob(Job):
         self._answers = Answers(self._tokenizer, config.data, ends)
         if note := self._answers.other_end():
             self.journal.say(f"warning: {note} in {config.model.path}/generation_config.json")
+        if marker := self._answers.opens.strip():
+            self.journal.say(f"answers that leave the chat template's {marker} open are trained as thoughts")
         longest = config.model.max_length or spec.max_positions
         progress.phase("loading data", unit="problems")
         before = self.output.stream_state()
@@ -209,17 +214,30 @@ class Answers:
             )
         example = Example([], [])
         example.add(encode_prompt(prompt, self._tokenizer, self._config), False)
-        example.add(self.sampled(prompt.answer), True)
+        message, before = (
+            {"role": "assistant", "content": prompt.answer},
+            chat_messages(prompt, self._config.system_prompt),
+        )
+        example.add(self.sampled(self.text_of(prompt, before, message)), True)
         return [example]
 
+    @cached_property
+    def opens(self) -> str:
+        """`opened_thinking` of what the chat template puts before each answer."""
+        with contextlib.suppress(BadRequest):
+            if self._config.template == "chat":
+                ids = self._chat.whole([{"role": "user", "content": "1"}], None)
+                return opened_thinking(self._tokenizer.decode(ids[-MARKER_TOKENS:]))
+        return ""
+
     def sampled(self, text: str) -> list[int]:
-        """The tokens of an answer: its text, and the token with which the chat template ends an answer if it is one of
-        `ends`, or else the tokenizer's end token."""
-        end = self._chat.end_token
-        return [
-            *self._tokenizer.encode(text, add_special_tokens=False),
-            self._tokenizer.eos_token_id if end is None else end,
-        ]
+        """The tokens of an answer: its text, without a marker that the template `opens`, and the token with which the
+        template ends an answer if it is one of `ends`, or else the tokenizer's end token."""
+        end, marker = self._chat.end_token, self.opens.strip()
+        if marker and (own := text.lstrip()).startswith(marker):
+            text = own.removeprefix(marker).removeprefix(self.opens.removeprefix(marker))
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return [*ids, self._tokenizer.eos_token_id if end is None else end]
 
     def other_end(self) -> str | None:
         """What to know and to do where the chat template ends an answer with a special token that would not end a
@@ -235,14 +253,17 @@ class Answers:
         )
 
     def text_of(self, prompt: Prompt, before: list[Message], message: Message) -> str:
-        """The text of the assistant's `message` after `before`, its tool calls and thoughts included. Raises
-        InputError where the template renders none."""
-        beside = [field for field in ("tool_calls", *THOUGHTS) if message.get(field)]
-        if self._config.template != "chat" or not beside:
-            return message["content"]
+        """The text of the assistant's `message` after `before`, its tool calls and thoughts included, and the end of
+        thoughts that the template begins, if it renders one. Raises InputError where the template leaves one out."""
+        content, beside = message["content"], [field for field in ("tool_calls", *THOUGHTS) if message.get(field)]
+        closes = self.opens and not MARKER.search(str(content)) and message.get("finish_reason") != "length"
+        if self._config.template != "chat" or not (beside or closes):
+            return content
         try:
             return self._chat.rendered(before, _readable(message), tools_of(prompt))
         except BadRequest as error:
+            if not beside:  # DeepSeek-R1's template leaves the thoughts out
+                return content
             drop = f"leave {' and '.join(beside)} out of the row, or set data.chat_template or data.template_args"
             raise InputError(f"prompt {prompt.prompt_id!r}: {error}; {drop}") from None
 

@@ -193,9 +193,10 @@ class Generator:
         groups = {group_id(step, position) for position in range(first, first + len(prompts))}
 
         def reuse() -> None:
-            lines = (rollout for rollout in self._store.lines(step) if rollout.group_id in groups)
             largest = None if self._agents is None else self._agents.limits(None).trained
-            if gone := session.reuse(lines, versions, rollout.max_new_tokens, largest):
+            trained = not rollout.max_staleness and self._store.has(step + 1)
+            lines = self._store.lines(step, groups)
+            if gone := session.reuse(lines, versions, rollout.max_new_tokens, largest, trained):
                 self._store.discard(step, gone)
 
         await self._in_thread(reuse)

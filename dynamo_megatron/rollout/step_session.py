@@ -51,12 +51,18 @@ class StepSession:
     answered: dict[str, str] = field(default_factory=dict)  # rollout_id -> server
 
     def reuse(
-        self, lines: Iterable[Rollout], versions: range, max_new_tokens: int, largest: int | None = None
+        self,
+        lines: Iterable[Rollout],
+        versions: range,
+        max_new_tokens: int,
+        largest: int | None = None,
+        trained: bool = False,
     ) -> set[str]:
         """Keeps what an interrupted run left of these rollouts, the `lines` of their groups: those that weights of
-        `versions` sampled. `largest`: tokens of an episode with all its segments. Of several lines with one rollout_id
-        the last one counts. Returns the ids of all others: a later resume must not find them, since a version's weights
-        may be others then."""
+        `versions` sampled. `largest`: tokens of an episode with all its segments. `trained`: the step has been trained
+        on without the failed, aborted and rejected ones, and is again; else they are sampled anew. Of several lines
+        with one rollout_id the last one counts. Returns the ids of all others: a later resume must not find them, since
+        a version's weights may be others then."""
         discarded: dict[str, str] = {}
         not_wanted: set[str] = set()
         for rollout in lines:
@@ -65,7 +71,7 @@ class StepSession:
                 continue
             for earlier in (self.outcomes, self.batches, discarded):
                 earlier.pop(name, None)
-            if why := _unwanted(rollout, request.prompt, versions, max_new_tokens, largest):
+            if why := _unwanted(rollout, request.prompt, versions, max_new_tokens, largest, trained):
                 discarded[name] = why
             else:
                 self.keep(rollout, "")
@@ -132,9 +138,11 @@ def _listed(prompts: Sequence[Prompt]) -> str:
     return f"prompt{'s' * (len(labels) > 1)} {', '.join(labels[:LISTED])}{more}"
 
 
-def _unwanted(rollout: Rollout, prompt: Prompt, versions: range, max_new_tokens: int, largest: int | None) -> str:
+def _unwanted(
+    rollout: Rollout, prompt: Prompt, versions: range, max_new_tokens: int, largest: int | None, trained: bool
+) -> str:
     """Returns why the rollout is not wanted; "" where it is. `prompt`: of the request with its id."""
-    if rollout.status in NOT_TRAINED:
+    if rollout.status in NOT_TRAINED and not trained:
         return rollout.status
     if rollout.status in UNSCORED:  # its user may have repaired the reward function
         return f"with reward 0 for a {rollout.status}"

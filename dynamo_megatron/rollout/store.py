@@ -20,6 +20,7 @@ STEP_FILE = re.compile(r"step-(\d{6,})\.jsonl\.zst")
 # Files of steps under way. Opening one reads all of it, to find a torn end; an open one keeps its space when removed.
 MOST_OPEN = 8
 ROLLOUT_ID = re.compile(r"[0-9]{6,}-[0-9]{4,}-[0-9]{3,}")
+STARTS = re.compile(rb'\{"rollout_id": ?"([0-9]+-[0-9]+)-[0-9]+"')  # a line, with the group's id
 
 
 def step_file(folder: str | os.PathLike, step: int) -> Path:
@@ -48,10 +49,14 @@ def read_rollouts(path: Path, routes: bool = True) -> list[Rollout]:
     return list({r.rollout_id: r for r in read_lines(path, routes)}.values())
 
 
-def read_lines(path: Path, routes: bool = True) -> Iterator[Rollout]:
-    """Yields the rollout of each line, one in memory at a time, without a last line that a kill has torn. Raises
-    ConfigError (path:line) for any other line that is not a rollout of a step, and where bytes are damaged."""
+def read_lines(path: Path, routes: bool = True, groups: Collection[str] | None = None) -> Iterator[Rollout]:
+    """Yields the rollout of each line, one in memory at a time, without a last line that a kill has torn. `groups`:
+    their rollouts alone; no other line is parsed. Raises ConfigError (path:line) for any other line that is not a
+    rollout of a step, and where bytes are damaged."""
     for number, line in enumerate(read_raw_lines(path), 1):
+        known = STARTS.match(line) if groups is not None else None
+        if known and known[1].decode() not in groups:
+            continue
         try:
             rollout = Rollout.from_json(line, routes)
         except ValueError as error:
@@ -101,10 +106,14 @@ class RolloutStore:
             self.close()  # the next append cuts the torn frame off
             raise self._cannot_write(step, "the disk is full; free some space and resume")
 
-    def lines(self, step: int) -> Iterator[Rollout]:
-        """Yields the rollouts in the file of this step, as `read_lines` does; none without a file."""
+    def lines(self, step: int, groups: Collection[str] | None = None) -> Iterator[Rollout]:
+        """Yields the rollouts in the file of this step, of `groups` if given, as `read_lines` does; none without a
+        file."""
         path = step_file(self._folder, step)
-        return read_lines(path) if path.exists() else iter(())
+        return read_lines(path, groups=groups) if path.exists() else iter(())
+
+    def has(self, step: int) -> bool:
+        return step_file(self._folder, step).exists()
 
     def reject(self, step: int, rollout_ids: Collection[str]) -> None:
         """Gives those of these rollouts that are in the file the status "rejected". No other line is parsed: a step may

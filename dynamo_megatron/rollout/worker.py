@@ -14,6 +14,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import resource
 import select
 import signal
 import sys
@@ -171,9 +172,8 @@ class RolloutWorker:
         with contextlib.suppress(OSError):
             self._connection.send(None)
         self._process.join(CLOSE_GRACE)
-        if self._process.is_alive():
-            self._process.kill()  # the server and the reward workers die with it
-            self._process.join()
+        self._process.kill()  # if it has not ended; the server and the reward workers die with it
+        self._process.join()
         if self._process.exitcode and self._config.rollout.placement == "split":
             end_run(self._config.output_dir)
         self._connection.close()
@@ -228,6 +228,8 @@ def _child(connection: Connection, given: tuple, log: Path, parent: int) -> None
     die_with_parent(END, parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log_to(log)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each request that a server has under way may take one
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(_serve(connection, *given))
 

@@ -90,11 +90,31 @@ def test_messages_of_a_preference_are_rendered_as_those_of_a_conversation():
 
 def test_thoughts_beside_the_content_are_trained_as_the_template_renders_them():
     tokenizer = make_tokenizer()
-    shown = "('<think>' ~ message.reasoning_content ~ '</think>' if message.reasoning_content) ~ message.content"
+    shown = "('<think>' ~ message.reasoning_content ~ '</think>' if message.role == 'assistant') ~ message.content"
     tokenizer.chat_template = tokenizer.chat_template.replace("text = message.content", f"text = {shown}")
     messages = [said("user", "1"), said("assistant", "a", reasoning_content="x"), said("user", "2")]
     (example,) = examples_of(Prompt("p", [*messages, said("assistant", "b")]), tokenizer, DATA, ENDS)
     assert trained(example, tokenizer) == "<think>x</think>a<|im_end|>b<|im_end|>"
+    call = said("assistant", "", tool_calls=[{"function": {"name": "add", "arguments": ARGUMENTS}}])
+    (example,) = examples_of(Prompt("p", [messages[0], call]), tokenizer, DATA, ENDS)
+    assert trained(example, tokenizer) == f"{CALL}<|im_end|>"  # not with the empty thoughts
+
+
+@pytest.mark.parametrize("closes", [True, False])  # as Qwen3-Thinking's template; not, as DeepSeek-R1's
+def test_thoughts_that_the_template_begins_are_not_begun_again_and_ended_if_it_ends_them(closes):
+    tokenizer, begun, thought = make_tokenizer(), "<|im_start|>assistant\n<think>\n", "x\n</think>\n\n7"
+    empty = "('<think>\\n\\n</think>\\n\\n' if message.role == 'assistant' and '</think>' not in message.content)"
+    shown = f"text = {empty} ~ message.content" if closes else "text = message.content.split('</think>')[-1]"
+    template = tokenizer.chat_template.replace("text = message.content", shown)
+    tokenizer.chat_template = template.replace("assistant\n' }}", "assistant\n<think>\n' }}")
+    answers = {thought: thought, f"<think>\n{thought}": thought, "7": "\n</think>\n\n7" if closes else "7"}
+    for content, wanted in answers.items():
+        prompts = Prompt("p", [said("user", "1"), said("assistant", content)]), Prompt("p", text="1", answer=content)
+        for (example,) in (examples_of(prompt, tokenizer, DATA, ENDS) for prompt in prompts):
+            assert trained(example, tokenizer) == f"{wanted}<|im_end|>"
+            assert tokenizer.decode(example.tokens).endswith(f"{begun}{wanted}<|im_end|>")
+    cut = Prompt("p", [said("user", "1"), said("assistant", "y", finish_reason="length")])
+    assert trained(examples_of(cut, tokenizer, DATA, ENDS)[0], tokenizer) == "y"
 
 
 @pytest.mark.parametrize("arguments", [ARGUMENTS, json.dumps(ARGUMENTS)])

@@ -80,8 +80,15 @@ def test_a_step_that_samples_anew_takes_the_rollouts_of_later_steps_away(with_ge
             await generated(generator, step, PROMPTS, counts, 0)
         assert (await generated(generator, 1, PROMPTS, counts, 0)).reused == 4
         store = RolloutStore(tmp_path)
-        store.reject(2, [read_rollouts(step_file(tmp_path, 2))[0].rollout_id])
-        store.close()
+        first, second, *_ = (r.rollout_id for r in read_rollouts(step_file(tmp_path, 2)))
+        store.reject(2, [first])
+        whole = await generated(generator, 2, PROMPTS, counts, 0)
+        assert (whole.reused, whole.counts["rejected"], len(whole.batch.rewards)) == (
+            4,
+            1,
+            3,
+        )  # it is trained as it was
+        store.discard(2, [second])
         again = await generated(generator, 2, PROMPTS, counts, 0)
         assert again.reused == 3
         assert again.notes[-1] == "step 2: 1 rollouts sampled anew; removed those of 1 later steps"

@@ -142,6 +142,22 @@ def test_servers_that_are_lost_for_good_end_the_run_with_one_message():
         asyncio.run(lose())
 
 
+def test_a_request_that_waits_for_another_server_keeps_nobody_from_the_one_it_was_lost_with():
+    async def work():
+        async with fleet_of(Server(), Server(), concurrency=1) as fleet:
+            first, lost, later = (
+                Request(n, n, "p", [1], lost=[*gone]) for n, *gone in (("a", "server-0"), ("b", "server-0"), "c")
+            )
+            other = await fleet.acquire(first)
+            waits = asyncio.create_task(fleet.acquire(lost))
+            await asyncio.sleep(0)
+            free = await asyncio.wait_for(fleet.acquire(later), 60)
+            fleet.release(other)
+            return [other.name, free.name, (await waits).name]
+
+    assert asyncio.run(work()) == ["server-1", "server-0", "server-1"]
+
+
 def test_a_request_that_all_refuse_fails_and_one_that_one_refuses_does_not():
     def refuse(rid, number):
         return web.json_response({"error": {"message": "too long"}}, status=400)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import threading
 
@@ -56,7 +57,10 @@ def worker(tiny_model, tmp_path_factory):
     model = config.model.model_copy(update={"path": str(tiny_model)})
     config = config.model_copy(update={"reward": reward, "model": model})
     worker = RolloutWorker(config, [3], VOCABULARY, decoder_of(load_tokenizer(str(tiny_model))))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1000, soft), hard))
     worker.start()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     try:
         worker.wait_ready()
         worker.end_sync(0, dict.fromkeys(worker.begin_sync(0)))
@@ -107,6 +111,7 @@ def test_a_broken_file_of_the_step_is_bad_input_and_the_worker_lives(worker):
 def test_a_child_killed_while_it_generates_is_named_and_leaves_nothing(worker):
     """Runs last on the shared worker."""
     pid = worker._process.pid
+    assert len(set(resource.prlimit(pid, resource.RLIMIT_NOFILE))) == 1  # each request may take a connection
     processes = psutil.Process(pid).children(recursive=True)
     assert processes
     with pytest.raises(RolloutError, match=rf"the rollout process \(pid {pid}\) ended \(signal 9\); see .*rollout.log"):

@@ -71,7 +71,10 @@ class ChatTokens:
         parts += [str(answer.get(field) or "").strip() for field in THOUGHTS]
         if end is None or not (all(part in text for part in parts) and whole.startswith(start) and whole.endswith(end)):
             raise BadRequest("messages: the chat template does not render tool calls or thoughts within the answer")
-        return text
+        if THINKING.search(answer.get("content") or "") or any(parts[-len(THOUGHTS) :]):
+            return text
+        # Qwen3's gives a last message empty thoughts.
+        return re.sub(rf"\A(?:{THINKING.pattern})\s*(?:{FINAL.pattern})\s*", "", text)
 
     @property
     def closing_token(self) -> int | None:

@@ -222,23 +222,28 @@ class Fleet:
         self._assign()
 
     def _assign(self) -> None:
-        """Gives servers to the waiting requests, in their order."""
-        servers = self.serving()
+        """Gives servers to the waiting requests, in their order. One that was lost with a server waits for others as
+        long as there are any, and does not keep later requests from that server."""
+        servers, kept = self.serving(), []
         while self._waiting:
-            *_, request, found = self._waiting[0]
+            *_, request, found = waiting = heapq.heappop(self._waiting)
             if not servers and not self.syncing and not found.done():
                 found.set_exception(NoServer())
             if not found.done():
-                failed = {*request.refused, *request.lost}  # another server is preferred where there is one
+                failed = {*request.refused, *request.lost}
                 allowed = {name: server for name, server in servers.items() if name not in failed} or servers
                 loads = {name: server.requests for name, server in allowed.items()}
                 name = choose_server(loads, self.config.rollout.concurrency, request.siblings)
                 if name is None:
-                    return
+                    kept.append(waiting)
+                    if len(allowed) == len(servers):
+                        break
+                    continue
                 request.siblings.home = name
                 servers[name].enter()
                 found.set_result(servers[name])
-            heapq.heappop(self._waiting)
+        for waiting in kept:
+            heapq.heappush(self._waiting, waiting)
 
     def clients(self, first: str = "") -> list[SGLangClient]:
         """Returns the clients of the servers that are up, whatever their weights. `first`: the name of the first one,

@@ -79,9 +79,8 @@ class NodeServers:
         if self._process.is_alive():
             os.kill(self._process.pid, END)
         self._process.join(STOP_GRACE)
-        if self._process.is_alive():
-            self._process.kill()  # the servers' guards end them
-            self._process.join()
+        self._process.kill()  # if it has not ended; the servers' guards end them
+        self._process.join()
 
 
 def _child(config: Config, nodes: int, node: int, parent: int) -> None:
