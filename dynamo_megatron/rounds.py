@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -143,11 +144,13 @@ def _outcomes(rounds: Sequence[Round]) -> Outcomes:
 def check_savable(prompt: Prompt, config: Config) -> None:
     """Raises InputError where a checkpoint could not hold the prompt while it is under way (`RoundsAhead`)."""
     given = [prompt.answer, prompt.meta]
-    if config.rollout.max_staleness and repr(plain_data(given)) != repr(given):
-        raise InputError(
-            "rollout.max_staleness: prompts under way are saved with the checkpoint, and the answer or the other "
-            f"columns of prompt {prompt.label} are not plain data (JSON)"
-        )
+    with contextlib.suppress(ValueError):  # of comparing NumPy's arrays
+        if not config.rollout.max_staleness or plain_data(given) == given:
+            return
+    raise InputError(
+        "rollout.max_staleness: prompts under way are saved with the checkpoint, and the answer or the other "
+        f"columns of prompt {prompt.label} are not plain data (JSON)"
+    )
 
 
 class RoundsAhead:

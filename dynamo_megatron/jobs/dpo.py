@@ -40,11 +40,11 @@ class DPOJob(SFTJob):
             message = {"role": "assistant", "content": value}
             if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
                 message = {"content": ""} | {key: item for key, item in value[0].items() if item is not None}
-            value = self._answers.text_of(prompt, chat_messages(prompt, data.system_prompt), message)
-            if not isinstance(value, str):
+            if not isinstance(message["content"], str):
                 what = f"prompt {prompt.label}: the completion of {name} is {value!r:.40}"
                 raise InputError(f"{what}; give a string or a list with a single assistant message")
-            after = self._answers.sampled(value)
+            text = self._answers.text_of(prompt, chat_messages(prompt, data.system_prompt), message)
+            after = self._answers.sampled(text)
             examples.append(Example([*before, *after], [False] * len(before) + [True] * len(after)))
         return examples
 

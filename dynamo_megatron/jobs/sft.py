@@ -34,7 +34,7 @@ from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.jobs.run import Job
 from dynamo_megatron.jobs.start_checks import check_vocabulary
 from dynamo_megatron.models import ModelSpec
-from dynamo_megatron.reward.extraction import MARKER, opened_thinking
+from dynamo_megatron.reward.extraction import FINAL, MARKER, opened_thinking
 from dynamo_megatron.rollout.agents.chat_tokens import MARKER_TOKENS, THOUGHTS, ChatTokens
 from dynamo_megatron.rollout.agents.messages import BadRequest, Message, normalised_calls
 from dynamo_megatron.runtime import plain_json
@@ -254,13 +254,17 @@ class Answers:
 
     def text_of(self, prompt: Prompt, before: list[Message], message: Message) -> str:
         """The text of the assistant's `message` after `before`, its tool calls and thoughts included, and the end of
-        thoughts that the template begins, if it renders one. Raises InputError where the template leaves one out."""
+        thoughts that the template begins, if it renders one, but not of those that were cut short. Raises InputError
+        where the template leaves one out."""
         content, beside = message["content"], [field for field in ("tool_calls", *THOUGHTS) if message.get(field)]
-        closes = self.opens and not MARKER.search(str(content)) and message.get("finish_reason") != "length"
+        cut = message.get("finish_reason") == "length"
+        closes = self.opens and not MARKER.search(content) and not cut
         if self._config.template != "chat" or not (beside or closes):
             return content
         try:
-            return self._chat.rendered(before, _readable(message), tools_of(prompt))
+            text = self._chat.rendered(before, _readable(message), tools_of(prompt))
+            end = FINAL.search(text) if cut and not (content or message.get("tool_calls")) else None
+            return text[: end.start()].rstrip() if end else text
         except BadRequest as error:
             if not beside:  # DeepSeek-R1's template leaves the thoughts out
                 return content

@@ -194,7 +194,7 @@ class Generator:
 
         def reuse() -> None:
             largest = None if self._agents is None else self._agents.limits(None).trained
-            trained = not rollout.max_staleness and self._store.has(step + 1)
+            trained = not rollout.max_staleness and next(self._store.lines(step + 1), None) is not None
             lines = self._store.lines(step, groups)
             if gone := session.reuse(lines, versions, rollout.max_new_tokens, largest, trained):
                 self._store.discard(step, gone)

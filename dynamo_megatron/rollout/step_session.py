@@ -71,7 +71,8 @@ class StepSession:
                 continue
             for earlier in (self.outcomes, self.batches, discarded):
                 earlier.pop(name, None)
-            if why := _unwanted(rollout, request.prompt, versions, max_new_tokens, largest, trained):
+            as_before = trained and rollout.status in NOT_TRAINED
+            if not as_before and (why := _unwanted(rollout, request.prompt, versions, max_new_tokens, largest)):
                 discarded[name] = why
             else:
                 self.keep(rollout, "")
@@ -138,11 +139,9 @@ def _listed(prompts: Sequence[Prompt]) -> str:
     return f"prompt{'s' * (len(labels) > 1)} {', '.join(labels[:LISTED])}{more}"
 
 
-def _unwanted(
-    rollout: Rollout, prompt: Prompt, versions: range, max_new_tokens: int, largest: int | None, trained: bool
-) -> str:
+def _unwanted(rollout: Rollout, prompt: Prompt, versions: range, max_new_tokens: int, largest: int | None) -> str:
     """Returns why the rollout is not wanted; "" where it is. `prompt`: of the request with its id."""
-    if rollout.status in NOT_TRAINED and not trained:
+    if rollout.status in NOT_TRAINED:
         return rollout.status
     if rollout.status in UNSCORED:  # its user may have repaired the reward function
         return f"with reward 0 for a {rollout.status}"

@@ -112,9 +112,6 @@ class RolloutStore:
         path = step_file(self._folder, step)
         return read_lines(path, groups=groups) if path.exists() else iter(())
 
-    def has(self, step: int) -> bool:
-        return step_file(self._folder, step).exists()
-
     def reject(self, step: int, rollout_ids: Collection[str]) -> None:
         """Gives those of these rollouts that are in the file the status "rejected". No other line is parsed: a step may
         have GBs."""

@@ -229,7 +229,8 @@ def _child(connection: Connection, given: tuple, log: Path, parent: int) -> None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log_to(log)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each request that a server has under way may take one
+    with contextlib.suppress(OSError, ValueError):  # of more than the kernel's fs.nr_open
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each request that a server has may take one
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(_serve(connection, *given))
 

@@ -98,6 +98,8 @@ def test_thoughts_beside_the_content_are_trained_as_the_template_renders_them():
     call = said("assistant", "", tool_calls=[{"function": {"name": "add", "arguments": ARGUMENTS}}])
     (example,) = examples_of(Prompt("p", [messages[0], call]), tokenizer, DATA, ENDS)
     assert trained(example, tokenizer) == f"{CALL}<|im_end|>"  # not with the empty thoughts
+    cut = said("assistant", "", reasoning_content="x", finish_reason="length")
+    assert trained(examples_of(Prompt("p", [messages[0], cut]), tokenizer, DATA, ENDS)[0], tokenizer) == "<think>x"
 
 
 @pytest.mark.parametrize("closes", [True, False])  # as Qwen3-Thinking's template; not, as DeepSeek-R1's

@@ -69,7 +69,8 @@ class ChatTokens:
         text = whole[len(start) : len(whole) - len(end or "")]
         parts = [call["function"]["name"] for call in answer.get("tool_calls") or ()]
         parts += [str(answer.get(field) or "").strip() for field in THOUGHTS]
-        if end is None or not (all(part in text for part in parts) and whole.startswith(start) and whole.endswith(end)):
+        once = all(part in text for part in parts) and len(FINAL.findall(text)) < 2
+        if end is None or not (once and whole.startswith(start) and whole.endswith(end)):
             raise BadRequest("messages: the chat template does not render tool calls or thoughts within the answer")
         if THINKING.search(answer.get("content") or "") or any(parts[-len(THOUGHTS) :]):
             return text
