@@ -13,7 +13,9 @@ from dynamo_megatron.launcher.options import JOB, NEMO, SLURM, option, positive
 
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or input, 75 stopped cleanly and resumable, 130 Ctrl-C"
 REPORTED = ("dynamo-megatron", "torch", "megatron-core", "sglang")
-CONFIG_HELP = "YAML files, names of shipped ones (`dynamo-megatron configs`) and keys, the later wins"
+CONFIG_HELP = (
+    "YAML files, names of shipped ones (`dynamo-megatron configs`) and keys: all files, then all keys, the later wins"
+)
 CONFIG = option("config", nargs="+", metavar="CONFIG | key=value", help=CONFIG_HELP)
 MODEL = option(
     "--model",

@@ -29,7 +29,7 @@ ArmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.+-]+$")]  # it names folde
 
 class Spec(Section):
     base: list[str] = Field(default=[])  # config files and key=value words of every run
-    arms: Annotated[dict[ArmName, list[str]], Field(min_length=2)]  # config files and words after those of `base`
+    arms: Annotated[dict[ArmName, list[str]], Field(min_length=2)]  # config files and words beside those of `base`
     control: str  # the arm that the others are compared with
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     learning_rates: list[float] | dict[str, list[float]]  # one list for all arms, or a list by arm
@@ -133,6 +133,10 @@ def planned_runs(spec: Spec, options: Sequence[str] = ()) -> list[PlannedRun]:
     if spec.metric == "eval/reward":  # of all functions; pass@k goes by the first one
         for arm, config in configs.items():
             tasks[arm] |= {key: v for key, v in identity(to_plain(config)).items() if key.startswith("reward.")}
+    for arm, config in configs.items():
+        if spec.arms[arm] != spec.arms[spec.control] and config == configs[spec.control]:
+            hides = "all files come before all keys, so that a key of base hides what an arm's file says"
+            raise ConfigError(f"arms.{arm}: its config is that of {spec.control}; {hides}")
     reference = tasks[spec.control]
     for arm, task in tasks.items():
         if differ := differing(reference, task):

@@ -75,7 +75,8 @@ def built_in(names: tuple[str, ...]) -> AfterValidator:
 
 class AdvantageConfig(Section):
     of_kinds = {
-        **dict.fromkeys(("singleton", "eps"), (*GROUP_ADVANTAGES, "otb")),
+        "singleton": (*GROUP_ADVANTAGES, "otb"),
+        "eps": ("grpo",),
         "prior_strength": ("history",),
         **dict.fromkeys(("gamma", "lam", "steps"), ("gae",)),
     }
@@ -115,7 +116,9 @@ class AdvantageConfig(Section):
                 yield "process.gamma: kind gae discounts by its own gamma; set it to 1.0"
         if self.kind != "history" and self.score_ratio not in ("auto", 1):
             yield from self.unused(["score_ratio"], f"no option of kind {self.kind}")
-        if self.kind in ("reinforce", "history") and self.overlong_buffer is not None:
+        if self.overlong_buffer is None:
+            yield from self.unused(["overlong_penalty"], "there is no overlong_buffer")
+        elif self.kind in ("reinforce", "history"):
             yield f"overlong_buffer: its penalty is not in the rewards that kind {self.kind} is made for"
 
     @property

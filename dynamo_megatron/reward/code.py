@@ -180,7 +180,7 @@ def _case(test: Mapping[str, Any], meta: Mapping[str, Any]) -> StreamTest | Call
     try:
         if isinstance(args, str):  # LiveCodeBench: one argument per line
             args = [json.loads(line) for line in args.splitlines() if line.strip()]
-        if isinstance(expected, str) and "testtype" in test:
+        if isinstance(expected, str) and ("testtype" in test or isinstance(test["input"], str)):  # the latter: verl
             expected = json.loads(expected)
     except ValueError as error:
         raise ValueError(f"the code reward cannot read a test of {name} as JSON: {error}") from None

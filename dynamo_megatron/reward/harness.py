@@ -14,13 +14,14 @@ verdict.
 import ast
 import builtins
 import collections
+import itertools
 import os
 import resource
 import sys
 import types
 
 PROGRAM, TESTS, VERDICT = "/program.py", "/test.py", "passed\n"
-OPEN_FILES, THREADS = 64, 64
+OPEN_FILES, THREADS, MOST_ITEMS = 64, 64, 100_000
 # Solutions to LeetCode's problems use these names without importing them.
 USUAL_IMPORTS = """
 from typing import *
@@ -93,6 +94,8 @@ def serve():
                 value = namespace[subject]
             elif kind == "attribute":
                 value = getattr(kept[subject], *given)
+            elif kind == "assign":
+                value = setattr(kept[subject], given[0], decoded(given[1], kept.__getitem__))
             else:
                 args, named = (decoded(part, kept.__getitem__) for part in given)
                 value = kept[subject](*args, **named)
@@ -254,7 +257,7 @@ def encoded(value, kept=None):
     if kept is None:
         raise TypeError("a test can give the program plain data and what came from it, not a " + type(value).__name__)
     if hasattr(value, "__next__"):
-        return {"iterator": [encoded(item, kept) for item in value]}
+        return {"iterator": [encoded(item, kept) for item in itertools.islice(value, MOST_ITEMS)]}  # it may never end
     return {"kept": kept.place(value)}
 
 
@@ -277,7 +280,7 @@ class Remote:
     """A function, class or object of the program. It can be called and has attributes, and equals only itself."""
 
     def __init__(self, ask, index):
-        self._ask, self._index = ask, index
+        self.__dict__.update(_ask=ask, _index=index)
 
     def __call__(self, *args, **named):
         return self._ask(self._index, "call", encoded(args), encoded(named), given=(*args, *named.values()))
@@ -292,6 +295,9 @@ class Remote:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._ask(self._index, "attribute", name)
+
+    def __setattr__(self, name, value):
+        self._ask(self._index, "assign", name, encoded(value))
 
 
 if __name__ == "__main__":

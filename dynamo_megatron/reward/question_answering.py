@@ -28,7 +28,7 @@ STATED = re.compile(
     r"(?:\b(?:answer|choice|option)\b(?:[ \t]+is\b|[ \t*]*[:：])"
     r"|(?<!\bif )(?<!\bwhen )(?<!\bshould )(?<!\bsuppose )\bI(?:['’]d|['’]ll| would| will)? (?:choose|pick|go with)\b"
     r"(?! (?:to|this|that|it|these|those|them)\b)"
-    r"|答案(?:[是为為]|[ \t*]*[:：]))([^\n]{0,200})",
+    r"|答案(?:[是为為]|[ \t*]*[:：])(?:选项)?|[故应](?:本题)?选)([^\n]{0,200})",
     re.IGNORECASE,
 )
 # What a box begins with that chooses a letter: "(B) 12", "B. 12", but not "H \ll E".
@@ -43,6 +43,7 @@ CONCLUDED = re.compile(
     re.IGNORECASE,
 )
 SMALL = re.compile(r"\s*\(?([a-z])(?:[.)]\s|[.)]?\s*$)")  # a response that is or begins with "b" or "b. 4"
+ITEM = re.compile(r"(?m)^[ \t*]*\(?[a-z][.)]\s")  # of a list of options
 FORMULA = re.compile(r"\\[A-Za-z]|[=<>+^_]|[A-Za-z]\(")
 
 
@@ -140,7 +141,7 @@ def chosen(response: str) -> str | None:
     box = boxed(text)
     if box is None:
         stated, letters = _stated(text), LETTER.findall(text)
-        if not stated and (small := SMALL.match(text)):
+        if not stated and len(ITEM.findall(text)) < 2 and (small := SMALL.match(text)):
             return small[1].upper()
         last = text.rstrip().rpartition("\n")[2].lstrip(" \t*_")
         marked = MARKED.match(last) if not stated and len(MARKED.findall(text)) == 1 else None
@@ -161,7 +162,7 @@ def _stated(text: str) -> str:
     """What follows the last "answer is" that a letter follows; "" where there is none."""
     for said in reversed(STATED.findall(text)):
         letter = LETTER.search(said)
-        if letter and not re.search(r"\bnot\b|n['’]t\b", said[: letter.start()]):
+        if ALONE.fullmatch(said) or (letter and not re.search(r"\bnot\b|n['’]t\b", said[: letter.start()])):
             return said
     return ""
 

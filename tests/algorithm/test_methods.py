@@ -237,6 +237,8 @@ def test_without_a_method_a_run_is_dynamo_with_the_groups_baseline():
         ("algorithm.advantage={kind: reinforce, overlong_buffer: 0.2}", "advantage: overlong_buffer: its penalty"),
         ("algorithm.advantage={kind: history, overlong_buffer: 0.2}", "advantage: overlong_buffer: its penalty"),
         ("algorithm.advantage={kind: rloo, score_ratio: 2}", "score_ratio: no option of kind rloo"),
+        ("algorithm.advantage={kind: rloo, eps: 1}", "eps: no option of kind rloo"),
+        ("algorithm.advantage.overlong_penalty=1", "overlong_penalty: there is no overlong_buffer"),
         ("algorithm.allocation={budget: 40, on_shortfall: scale}", "rollout_n_min: 1 rollout has no other"),
         (
             "algorithm={allocation: {rollout_n_min: 1, rollout_n_max: 1, budget: 32}, advantage: {kind: history}, "

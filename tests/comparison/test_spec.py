@@ -50,6 +50,7 @@ def test_one_run_for_each_arm_seed_and_rate(spec):
             {"metric": "eval/reward", "arms": {"grpo": [], "b": ["reward.functions=[math,length]"]}},
             "arms.b: reward.functions is ['math', 'length'], of grpo ['math']; compare",
         ),
+        ({"arms": {"grpo": [], "b": ["data.batch_prompts=4"]}}, "arms.b: its config is that of grpo; all files come"),
         ({"seeds": [1, 1]}, "seeds: a seed stands there twice"),
         ({"learning_rates": []}, "learning_rates: []: give distinct rates above 0"),
         ({"learning_rates": {"grpo": [1e-6], "wild": [1]}}, "learning_rates: wide: give a list for all arms"),

@@ -25,6 +25,7 @@ def check(candidate):
 LAYOUTS = {
     "APPS, streams": ({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}, {}, ADD_LINES),
     "APPS, lines": ({"inputs": [["1 2"]], "outputs": [["3"]]}, {}, ADD_LINES),
+    "verl, function": ({"fn_name": "add", "inputs": ["1\n2"], "outputs": ["3"]}, {}, ADD),
     "APPS, function": ({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], 7]}, {}, ADD),
     "LeetCode, a method named like a function of heapq": (
         {"fn_name": "merge", "inputs": [[[3], [1]]], "outputs": [[3, 1]]},
@@ -48,6 +49,16 @@ LAYOUTS = {
         ADD,
     ),
     "MBPP": (["assert add(1, 2) == 3", "assert math.isclose(add(.1, .2), .3)"], {"test_imports": ["import math"]}, ADD),
+    "MBPP, a tree made of the program's objects": (
+        ["assert height(root) == 2"],
+        {"test_setup_code": "root = Node()\nroot.left = Node()"},
+        "class Node: left = None\ndef height(node): return 1 + height(node.left) if node else 0",
+    ),
+    "MBPP, a generator without end": (
+        ["assert next(f()) == 1"],
+        {},
+        "def f():\n    while True: yield 0 + 1",
+    ),
     "MBPP, set-up": (["assert add(ONE, 2) == 3"], {"test_setup_code": "ONE = 1"}, ADD),
     "HumanEval": (HUMAN_EVAL, {"entry_point": "add"}, ADD),
 }

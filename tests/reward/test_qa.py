@@ -149,6 +149,10 @@ def test_a_row_without_a_reference_is_an_error(answer):
         ("Answer: B\nI choose this because A and C are wrong.", "B"),
         ("J. S. Bach composed it, so C", "C"),
         ("I'd choose C, since A and B are wrong", "C"),
+        ("(a) is false. (b) is true.\nAnswer: (b)", "B"),
+        ("a) 3 is too small.\nb) 4 fits.\nSo the correct one is b.", None),
+        ("选项A错误,选项 C 不对。故选B。", "B"),
+        ("A 错误。因此答案是选项B。", "B"),
     ],
 )
 def test_the_letter_that_a_response_chooses(response, letter):
