@@ -231,7 +231,7 @@ def assign_micro_batches(
 ) -> list[list[list[int]]]:
     """`assigned[dp_rank][micro_batch]` = indices of sequences; `lengths` and `budget` in tokens; a function of these
     alone. Every rank has the same number of micro-batches, a multiple of `multiple` (Megatron's interleaved schedule
-    needs the number of stages), the smallest that the budget allows; some may be empty.
+    needs the number of stages), about the smallest that the budget allows; some may be empty.
 
     Sequences are placed in order of falling cost, each in the cheapest micro-batch that has room for it; one that is
     longer than the budget is alone in its own. Micro-batches are dealt out by falling cost, so that the k-th ones of
@@ -242,9 +242,12 @@ def assign_micro_batches(
     costs = [cost(length) for length in lengths]
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     step = dp_size * multiple
-    count = step * max(1, -(-sum(min(length, budget) for length in lengths) // (budget * step)))
+    # At most k of the sequences that are longer than budget / (k + 1) fit into one.
+    least = [-(-sum(length * (k + 1) > budget for length in lengths) // k) for k in range(1, 9)]
+    least.append(-(-sum(min(length, budget) for length in lengths) // budget))
+    count = step * -(-max(least) // step)
     while (bins := _spread(order, lengths, costs, count, budget)) is None:
-        count += step
+        count += step * max(1, count // step // 128)
     bins.sort(key=lambda b: (-sum(costs[i] for i in b), b))
     assigned: list[list[list[int]]] = [[] for _ in range(dp_size)]
     loads = [0.0] * dp_size
