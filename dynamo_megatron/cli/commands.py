@@ -206,6 +206,8 @@ def _samples(options: argparse.Namespace) -> int:
     from dynamo_megatron.reports.samples import read_pairs, read_samples
 
     choice = options.step, options.prompt, options.best, options.worst, options.limit
+    if options.pairs and any(choice):
+        raise ConfigError("samples: --pairs writes the pairs of all steps; leave the other choices out")
     sys.stdout.reconfigure(errors="backslashreplace")
     texts = read_pairs(options.run) if options.pairs else read_samples(options.run, *choice, as_json=options.json)
     for text in texts:

@@ -28,7 +28,9 @@ OUT = option("out", metavar="OUT", type=Path, help="folder to write")
 TRAINING = (
     CONFIG,
     option("--print-config", action="store_true", help="show every value and who set it, then stop"),
-    option("--ranks", type=positive, help="local processes (default: the GPUs of this machine, without GPUs tp x pp)"),
+    option(
+        "--ranks", type=positive, help="local processes (default: the GPUs of this machine, without GPUs one replica)"
+    ),
 )
 GROUPS = {  # of commands: where the parser has the one that was chosen, and what they do
     "convert": ("direction", "a Hugging Face folder to a Megatron checkpoint, or back, or to a folder for peft"),
@@ -190,7 +192,7 @@ COMMANDS: dict[str, Sequence[Any]] = {
         option("--worst", type=positive, metavar="N", help="the N of the lowest reward, the lowest first"),
         option("--limit", type=positive, metavar="N", help="without these: the first N (default 8, with --json all)"),
         option("--json", action="store_true", help="an object a line"),
-        option("--pairs", action="store_true", help="best and worst of each group, an object a line, for `dpo`"),
+        option("--pairs", action="store_true", help="best and worst whole response of each group, for `dpo`"),
     ),
     "replay": (
         "what each allocator would have given each prompt of a run: a table and JSON; with --step the pass of a step "

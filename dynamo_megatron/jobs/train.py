@@ -8,6 +8,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
+from dynamo_megatron.algorithm.allocators import load_allocator
 from dynamo_megatron.algorithm.user_functions import check_loss, load_advantage, load_loss
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.selection import PromptSelection
@@ -42,9 +43,10 @@ if TYPE_CHECKING:
 
 
 def check_functions(config: Config) -> None:
-    """Loads the functions of the user's that the updates will call. Raises UserCodeError for one that is none, or a
-    loss that breaks its contract on made-up tokens."""
+    """Loads the user's code that a step will call. Raises UserCodeError for a function that is none, or a loss that
+    breaks its contract on made-up tokens."""
     algorithm = config.algorithm
+    load_allocator(algorithm.allocation.kind)
     if algorithm.advantage.of_the_user:
         load_advantage(algorithm.advantage.kind)  # not tried: it may know the data's prompts alone
     if algorithm.loss.function is not None:

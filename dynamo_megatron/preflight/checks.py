@@ -43,8 +43,11 @@ from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.server_layout import check_served
 from dynamo_megatron.planning.hardware import Cluster, gpu_named
 from dynamo_megatron.reward import RewardError, RewardPool, Score
+from dynamo_megatron.reward.http import key_of
 from dynamo_megatron.reward.pool import processes
+from dynamo_megatron.rollout.agents.pool import AgentPool
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
+from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.fleet import training_nodes
 from dynamo_megatron.rollout.servers.server import ASK_TIMEOUT, SGLangServer, check_reachable, gpu_count
@@ -279,14 +282,27 @@ def evaluation(subject: Subject) -> Iterator[Finding]:
 
 
 def results(subject: Subject) -> Iterator[Finding]:
-    """What `train` asks of the results in output_dir, of trackers, and of functions of the user's."""
+    """What `train` asks of the results in output_dir, of trackers, of recorded rollouts, and of the user's code."""
     from dynamo_megatron.jobs.train import check_functions  # imports torch
 
     OutputDir(subject.config).check()
     check_trackers(subject.config)
     check_functions(subject.config)
+    rollout = subject.config.rollout
+    key_of(rollout.api_key_env, "rollout.api_key_env")
+    if rollout.recorded is not None:
+        RecordedRollouts(rollout.recorded, subject.spec.vocab_size)
+    if rollout.agent is not None:
+        asyncio.run(_start_agent(AgentPool(rollout.agent, rollout.agent_python, 1)))
     held = has_results(Path(subject.config.output_dir))
     yield ok(f"{subject.config.output_dir} {'holds this run, which would go on' if held else 'holds no results'}")
+
+
+async def _start_agent(pool: AgentPool) -> None:
+    try:
+        await pool.start()
+    finally:
+        await pool.close()
 
 
 def devices(subject: Subject) -> Iterator[Finding]:

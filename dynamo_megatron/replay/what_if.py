@@ -55,7 +55,7 @@ def write_replay(
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "replay.md").write_text(f"{text}\n", encoding="utf-8")
-        (out / "replay.json").write_text(json.dumps(found, ensure_ascii=False) + "\n", encoding="utf-8")
+        (out / "replay.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{out}: {error.strerror}; name a folder to write to with --out") from None
     return f"{text}\n\nThis text is in {out}/replay.md, every visit in replay.json."

@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from yarl import URL
 
 from dynamo_megatron.config import RewardConfig
-from dynamo_megatron.data.templates import chat_messages, load_tokenizer
+from dynamo_megatron.data.templates import DATE, chat_messages, load_tokenizer
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.functions import FunctionResult, NoScore, checked, checked_steps
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
@@ -225,7 +225,9 @@ class RewardModel(HttpReward):
         messages = chat_messages(prompt, None)
         try:
             answer = {"role": "assistant", "content": prompt.thinking + response}
-            encoded = self._tokenizer.apply_chat_template([*messages, answer], tokenize=True, return_dict=True)
+            encoded = self._tokenizer.apply_chat_template(
+                [*messages, answer], tokenize=True, return_dict=True, strftime_now=DATE.strftime
+            )
         except (TemplateError, KeyError) as error:
             raise InputError(f"the reward model's chat template fails on it: {error_line(error)}") from error
         return json.dumps({"input_ids": [list(encoded["input_ids"])]}).encode()

@@ -42,6 +42,13 @@ def test_checkpoints_of_adapters_are_smaller_and_those_with_a_critic_larger(chec
         ("network", "rollout.host=ib99", "^rollout.host: 'ib99' is neither an address nor an interface of"),
         ("network", "rollout.python=/no/python", "rollout.python: there is no program /no/python here"),
         ("results", "tracking.backends=[json:Tracker]", "^tracking.backends: .json. .* has no .Tracker.$"),
+        ("results", "algorithm.allocation.kind=json:Own", "^algorithm.allocation.kind: .json. .* has no .Own.$"),
+        ("results", "rollout.agent=json:agent", "^rollout.agent: cannot load json:agent: AttributeError"),
+        (
+            "results",
+            "rollout={placement: external, urls: ['http://h:1'], api_key_env: NO_KEY}",
+            "_env: .* NO_KEY is not",
+        ),
     ],
 )
 def test_a_key_that_cannot_work(failure, name, key, says):
