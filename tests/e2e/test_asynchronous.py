@@ -82,7 +82,7 @@ def left(output: Path) -> dict[str, list[int]]:
 
 def newest_step(run) -> int:
     """That this start of the run has done."""
-    return max(map(int, re.findall(r"^step (\d+)/", run.text, re.MULTILINE)), default=0)
+    return max(map(int, re.findall(r"^step +(\d+)/", run.text, re.MULTILINE)), default=0)
 
 
 @pytest.mark.timeout(2400)
