@@ -168,9 +168,9 @@ def variance_within(pool: Statistics) -> float | None:
 
 
 def _common_variance(pool: Statistics, unknown: float) -> float:
-    """Returns the variance of the rewards of a prompt's rollouts in the mean over prompts, `unknown` if no prompt had
-    two. The weight of a prompt's own is free / (free + POOL_ROLLOUTS), free its rollouts less 1: not free, which would
-    favour the prompts that the allocator does."""
+    """Returns the weighted mean over prompts of the sample variance of a prompt's rewards; `unknown` if no prompt had
+    two rollouts. With f = rollouts - 1, a prompt's weight is f / (f + POOL_ROLLOUTS). Weights of f would favour the
+    prompts that the allocator does."""
     free = np.maximum(pool.trials - 1, 0)
     known = _sum(free / (free + POOL_ROLLOUTS))
     return _sum(pool.reward_squares / (free + POOL_ROLLOUTS)) / known if known > 0 else unknown

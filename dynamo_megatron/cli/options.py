@@ -13,9 +13,7 @@ from dynamo_megatron.launcher.options import JOB, NEMO, SLURM, option, positive
 
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or input, 75 stopped cleanly and resumable, 130 Ctrl-C"
 REPORTED = ("dynamo-megatron", "torch", "megatron-core", "sglang")
-CONFIG_HELP = (
-    "YAML files, names of shipped ones (`dynamo-megatron configs`) and keys: all files, then all keys, the later wins"
-)
+CONFIG_HELP = "YAML files, names of shipped ones (`dynamo-megatron configs`), and keys, which follow all files"
 CONFIG = option("config", nargs="+", metavar="CONFIG | key=value", help=CONFIG_HELP)
 MODEL = option(
     "--model",
@@ -28,9 +26,7 @@ OUT = option("out", metavar="OUT", type=Path, help="folder to write")
 TRAINING = (
     CONFIG,
     option("--print-config", action="store_true", help="show every value and who set it, then stop"),
-    option(
-        "--ranks", type=positive, help="local processes (default: the GPUs of this machine, without GPUs one replica)"
-    ),
+    option("--ranks", type=positive, help="local processes (default: this machine's GPUs; without GPUs, one replica)"),
 )
 GROUPS = {  # of commands: where the parser has the one that was chosen, and what they do
     "convert": ("direction", "a Hugging Face folder to a Megatron checkpoint, or back, or to a folder for peft"),

@@ -222,9 +222,7 @@ def _check_content(prompt: Prompt, where: str, needs_answer: bool) -> None:
         raise InputError(f"{where}: the answer is {said}; there must be one to compare with or to train on")
     if prompt.text is not None:
         if not isinstance(prompt.text, str):
-            raise InputError(
-                f"{where}: the prompt must be text (a conversation is `messages`), not {prompt.text!r:.80}"
-            )
+            raise InputError(f"{where}: the prompt must be text, or `messages`, not {prompt.text!r:.80}")
         if not prompt.text.strip():
             raise InputError(f"{where}: the prompt is empty")
         return

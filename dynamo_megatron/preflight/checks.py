@@ -45,7 +45,7 @@ from dynamo_megatron.planning.hardware import Cluster, gpu_named
 from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.reward.http import key_of
 from dynamo_megatron.reward.pool import processes
-from dynamo_megatron.rollout.agents.pool import AgentPool
+from dynamo_megatron.rollout.agents.pool import check_agent
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import RolloutError
@@ -66,11 +66,9 @@ if TYPE_CHECKING:
 MEASURED = 1000  # prompts whose length is measured
 SAMPLES, WRONG = 3, "I do not know."  # prompts that are scored, and what is no answer
 SHARED_MEMORY = 1 << 30  # bytes of /dev/shm that NCCL and SGLang's ranks may want
-LAYERS, TOKENS = 2, 8  # of the server that is tried, and generated
+LAYERS, TOKENS, LONGEST = 2, 8, 1024  # of the server that is tried; generated; tokens of a sequence there
 # Random weights and no CUDA graphs: this tests the interpreter, the kernels, the server's ranks and the protocol.
 SLICE = ("--load-format", "dummy", "--max-total-tokens", "4096", "--disable-cuda-graph")
-LONGEST = 1024  # tokens of a sequence there
-AMBIGUOUS = "--cuda-graph-max-bs"
 MODULES = """
 import importlib.util, json
 print(json.dumps([importlib.util.find_spec(name) is not None for name in ("cutlass", "flashinfer")]))
@@ -285,24 +283,17 @@ def results(subject: Subject) -> Iterator[Finding]:
     """What `train` asks of the results in output_dir, of trackers, of recorded rollouts, and of the user's code."""
     from dynamo_megatron.jobs.train import check_functions  # imports torch
 
-    OutputDir(subject.config).check()
-    check_trackers(subject.config)
-    check_functions(subject.config)
-    rollout = subject.config.rollout
+    config, rollout = subject.config, subject.config.rollout
+    OutputDir(config).check()
+    check_trackers(config)
+    check_functions(config)
     key_of(rollout.api_key_env, "rollout.api_key_env")
     if rollout.recorded is not None:
         RecordedRollouts(rollout.recorded, subject.spec.vocab_size)
     if rollout.agent is not None:
-        asyncio.run(_start_agent(AgentPool(rollout.agent, rollout.agent_python, 1)))
-    held = has_results(Path(subject.config.output_dir))
-    yield ok(f"{subject.config.output_dir} {'holds this run, which would go on' if held else 'holds no results'}")
-
-
-async def _start_agent(pool: AgentPool) -> None:
-    try:
-        await pool.start()
-    finally:
-        await pool.close()
+        asyncio.run(check_agent(rollout.agent, rollout.agent_python))
+    held = "holds this run, which would go on" if has_results(Path(config.output_dir)) else "holds no results"
+    yield ok(f"{config.output_dir} {held}")
 
 
 def devices(subject: Subject) -> Iterator[Finding]:
@@ -408,8 +399,8 @@ def gpu_server(subject: Subject) -> Iterator[Finding]:
         yield skipped("this run starts no servers on GPUs here")
         return
     given = {argument.partition("=")[0] for argument in rollout.server_args}
-    if AMBIGUOUS in given:
-        yield failed(f"rollout.server_args: SGLang takes {AMBIGUOUS} for none of its options; add -decode or -prefill")
+    if "--cuda-graph-max-bs" in given:
+        yield failed("rollout.server_args: SGLang has no option --cuda-graph-max-bs; add -decode or -prefill")
     python = rollout.python or sys.executable
     asked = [python, "-P", "-c", MODULES]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=ASK_TIMEOUT, check=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import math
 import re
@@ -180,8 +181,11 @@ def _case(test: Mapping[str, Any], meta: Mapping[str, Any]) -> StreamTest | Call
     try:
         if isinstance(args, str):  # LiveCodeBench: one argument per line
             args = [json.loads(line) for line in args.splitlines() if line.strip()]
-        if isinstance(expected, str) and ("testtype" in test or isinstance(test["input"], str)):  # the latter: verl
+        if isinstance(expected, str) and "testtype" in test:
             expected = json.loads(expected)
+        elif isinstance(expected, str) and isinstance(test["input"], str):  # in verl, where a result may be bare text
+            with contextlib.suppress(ValueError):
+                expected = json.loads(expected)
     except ValueError as error:
         raise ValueError(f"the code reward cannot read a test of {name} as JSON: {error}") from None
     return CallTest(name, list(args), expected, wrapped="testtype" not in test)

@@ -20,7 +20,7 @@ STEP_FILE = re.compile(r"step-(\d{6,})\.jsonl\.zst")
 # Files of steps under way. Opening one reads all of it, to find a torn end; an open one keeps its space when removed.
 MOST_OPEN = 8
 ROLLOUT_ID = re.compile(r"[0-9]{6,}-[0-9]{4,}-[0-9]{3,}")
-STARTS = re.compile(rb'\{"rollout_id": ?"([0-9]+-[0-9]+)-[0-9]+"')  # a line, with the group's id
+FIRST_ID = re.compile(rb'\{"rollout_id": ?"([^"]*)"')  # of a line that `Rollout.to_json` has written
 
 
 def step_file(folder: str | os.PathLike, step: int) -> Path:
@@ -54,8 +54,7 @@ def read_lines(path: Path, routes: bool = True, groups: Collection[str] | None =
     their rollouts alone; no other line is parsed. Raises ConfigError (path:line) for any other line that is not a
     rollout of a step, and where bytes are damaged."""
     for number, line in enumerate(read_raw_lines(path), 1):
-        known = STARTS.match(line) if groups is not None else None
-        if known and known[1].decode() not in groups:
+        if groups is not None and (name := _id_of(line)) and name.rpartition("-")[0] not in groups:
             continue
         try:
             rollout = Rollout.from_json(line, routes)
@@ -164,5 +163,5 @@ class RolloutStore:
 
 
 def _id_of(line: bytes) -> str:
-    """Returns the rollout_id, which `Rollout.to_json` writes first."""
-    return line[:100].split(b'"', 4)[3].decode()
+    """Returns the rollout_id; "" where the line does not begin with one."""
+    return found[1].decode() if (found := FIRST_ID.match(line)) else ""

@@ -25,7 +25,7 @@ def check(candidate):
 LAYOUTS = {
     "APPS, streams": ({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}, {}, ADD_LINES),
     "APPS, lines": ({"inputs": [["1 2"]], "outputs": [["3"]]}, {}, ADD_LINES),
-    "verl, function": ({"fn_name": "add", "inputs": ["1\n2"], "outputs": ["3"]}, {}, ADD),
+    "verl, function": ({"fn_name": "add", "inputs": ["1\n2", '"a"\n"b"'], "outputs": ["3", "ab"]}, {}, ADD),
     "APPS, function": ({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], 7]}, {}, ADD),
     "LeetCode, a method named like a function of heapq": (
         {"fn_name": "merge", "inputs": [[[3], [1]]], "outputs": [[3, 1]]},

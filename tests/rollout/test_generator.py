@@ -83,11 +83,7 @@ def test_a_step_that_samples_anew_takes_the_rollouts_of_later_steps_away(with_ge
         first, second, *_ = (r.rollout_id for r in read_rollouts(step_file(tmp_path, 2)))
         store.reject(2, [first])
         whole = await generated(generator, 2, PROMPTS, counts, 0)
-        assert (whole.reused, whole.counts["rejected"], len(whole.batch.rewards)) == (
-            4,
-            1,
-            3,
-        )  # it is trained as it was
+        assert (whole.reused, whole.counts["rejected"], len(whole.batch.rewards)) == (4, 1, 3)
         store.discard(2, [second])
         again = await generated(generator, 2, PROMPTS, counts, 0)
         assert again.reused == 3

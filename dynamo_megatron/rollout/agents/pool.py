@@ -198,3 +198,12 @@ class Worker:
                 task.cancel()
         if self._writer is not None:
             self._writer.close()
+
+
+async def check_agent(function: str, python: str | None) -> None:
+    """Starts a process of the agent, and ends it. Raises InputError as `AgentPool` and its `start` do."""
+    pool = AgentPool(function, python, 1)
+    try:
+        await pool.start()
+    finally:
+        await pool.close()
