@@ -39,7 +39,7 @@ def rotate(x: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
 
     table: float32 [2, t, d / 2], of `rotary_table`. On a GPU in float32, rounded once.
     """
-    return _Rotate.apply(x, table, interleaved)
+    return _Rotate.apply(x, table, interleaved) if torch.is_grad_enabled() else _rotated(x, table, 1.0, interleaved)
 
 
 def _rotated(x: Tensor, table: Tensor, sign: float, interleaved: bool = False) -> Tensor:
@@ -47,7 +47,7 @@ def _rotated(x: Tensor, table: Tensor, sign: float, interleaved: bool = False) -
         from dynamo_megatron.kernels import layer_kernels
 
         return layer_kernels.rotated(x, table, sign, interleaved)
-    cosine, sine = table[:, :, None]
+    cosine, sine = table.unsqueeze(2).unbind()
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     turned = [torch.sub(a * cosine, b * sine, alpha=sign), torch.add(b * cosine, a * sine, alpha=sign)]
     return (torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)).to(x.dtype)

@@ -135,7 +135,7 @@ class PackedAttention(MegatronModule):
             mask = mask if self.window[0] < 0 else local_mask
             # [t, heads, d] -> [segments, heads, length, d]
             same = [
-                (x.contiguous() if at is None else x[at]).unflatten(0, (-1, size)).transpose(1, 2)
+                (x.contiguous() if at is None else x[at]).view(-1, size, *x.shape[1:]).transpose(1, 2)
                 for x, at, size in ((q, rows, length // self.cp.size()), (k, sources, length), (v, sources, length))
             ]
             if self.softmax_offset is not None:  # a key of zeros before the others, whose score is the sink

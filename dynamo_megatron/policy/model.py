@@ -302,9 +302,8 @@ def _layer_spec(spec: ModelSpec, config: Config, megatron: TransformerConfig) ->
             attention.q_layernorm, attention.k_layernorm = (ModuleSpec(WideNorm, {"heads": n // tp}) for n in heads)
         elif spec.qk_norm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if spec.post_norms or spec.residual_scale != 1.0:
-        add = {"config": megatron, "norm": spec.post_norms, "scale": spec.residual_scale}
-        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = ModuleSpec(ResidualAdd, add)
+    add = ModuleSpec(ResidualAdd, {"config": megatron, "norm": spec.post_norms, "scale": spec.residual_scale})
+    layer.submodules.self_attn_bda = layer.submodules.mlp_bda = add
     return layer, norm
 
 
@@ -323,7 +322,7 @@ def _set_up_transformer_engine(chunks: list[PolicyModel]) -> None:
 
 def _on_one_rank(linear: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, None]:
     """`forward` of a linear that is not cut over tensor-parallel ranks."""
-    adapter = getattr(linear, "adapter", None)
+    adapter = linear._modules.get("adapter")
     low_rank = (adapter.a, adapter.b, adapter.scale) if adapter is not None and adapter.on else None
     return layers.linear(x, linear.weight, linear.bias, low_rank), None
 

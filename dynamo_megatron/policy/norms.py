@@ -27,12 +27,13 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, eps = self.weight, self.eps
         if self.zero_centered:  # 1 + weight would lose bits in 16
-            return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+            return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
         if x.is_cuda or x.dtype == torch.float32:  # one kernel, which computes in float32
             # Keys are a view: saved as such they would keep queries, keys and values.
-            return F.rms_norm(x.contiguous(), self.weight.shape, self.weight, self.eps)
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+            return F.rms_norm(x.contiguous(), weight.shape, weight, eps)
+        return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
 class WideNorm(torch.nn.Module):
@@ -70,7 +71,7 @@ class ResidualAdd(torch.nn.Module):
         self.scale = scale
         self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon) if norm else None
 
-    def forward(self, training: bool, fused: bool):
+    def __call__(self, training: bool, fused: bool):
         return self.add
 
     def add(self, output: tuple[torch.Tensor, None], residual: torch.Tensor, dropout: float) -> torch.Tensor:
