@@ -20,8 +20,11 @@ PYTHON = {
     },
 }
 PROGRAM = """
+import io, sys
+# Without a buffer: what it printed before a limit ends it is shown.
+sys.stdout = sys.stderr = io.TextIOWrapper(sys.stdout.buffer.raw, "utf-8", write_through=True)
 try:
-    exec(compile({code!r}, "program", "exec"), {{"__name__": "__main__"}})
+    exec(compile({code!r}, "program", "exec"), globals())
 except Exception as error:
     print(f"{{type(error).__name__}}: {{error}}")
 """

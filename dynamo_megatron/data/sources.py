@@ -27,8 +27,10 @@ DATASETS = "datasets:"
 MOST_OLD = 10_000  # rows of a function in a row that may bring no new problem
 MOST_ROWS = 10_000_000  # of a function without data.limit
 ROWS = 16  # of a Parquet file read at once: Arrow cannot read 2 GiB of a nested column at once
-TEXT_OPTIONS = ("name", "split")  # not parsed as YAML, where the configuration "no" (Norwegian) would be False
+# Not parsed as YAML, where the configuration "no" (Norwegian) would be False.
+TEXT_OPTIONS = ("name", "split", "data_dir", "revision", "sep", "delimiter")
 REASONING_GYM = "reasoning_gym:"
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 WAYS = "data.chat_template to plain (lines of User: and Assistant:) or to a Jinja file"
 NEEDS_CHAT = (
     f"chat messages need data.template: chat, not a plain template; for a tokenizer without a chat template set {WAYS}"
@@ -62,7 +64,9 @@ def load_prompts(
         _check_end(config, number, last_new, first_bad)
         try:
             prompt = item if isinstance(item, Prompt) else _prompt_from_row(item, where, config, in_arrow)
-            answered = conversations and _ends_with_answer(prompt.messages)
+            answered = _ends_with_answer(prompt.messages)
+            if answered and not conversations:
+                raise InputError(f"{where}: the last message is the assistant's; leave it out, or train on it with sft")
             _check_content(prompt, where, needs_answer and not answered)
         except InputError as error:
             first_bad, bad = first_bad or error, bad + 1
@@ -307,8 +311,8 @@ def name_and_options(spec: str, source: str) -> tuple[str, dict[str, Any]]:
         key, _, value = item.partition("=")
         try:
             options[key] = value if key in TEXT_OPTIONS else yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise InputError(f"data.source: {source}: the value of {key!r} is not YAML: {value!r}") from None
+        except yaml.YAMLError:  # data_files=*.jsonl
+            options[key] = value
     return name, options
 
 
@@ -342,7 +346,16 @@ def _reasoning_gym_prompts(source: str) -> Iterator[tuple[str, Prompt]]:
         yield f"{source} entry {index}", prompt
 
 
+def _plain(value: Any) -> Any:
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    return value.tolist() if hasattr(value, "tolist") else ADDRESS.sub("", str(value))
+
+
 def _digest(*values: Any) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of plain data."""
-    canonical = json.dumps(values, sort_keys=True, ensure_ascii=False, default=str)
+    """The first 16 hexadecimal digits of the SHA-256 of the values, the same in every process."""
+    try:
+        canonical = json.dumps(values, sort_keys=True, ensure_ascii=False, default=_plain)
+    except TypeError:  # keys that JSON has not
+        canonical = ADDRESS.sub("", repr(values))
     return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()[:16]

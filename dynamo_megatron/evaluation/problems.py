@@ -44,11 +44,15 @@ def read_problems(config: Config) -> list[Prompt]:
     source = config.eval.data or config.data.source
     of_training = config.data.limit if config.eval.data is None else None
     data = config.data.model_copy(update={"source": source, "limit": config.eval.limit or of_training})
+
+    def of_eval(said: object) -> str:
+        text = str(said).replace("data.source:", "eval.data:", 1).replace("data.limit", "eval.limit")
+        return text if config.eval.data else str(said)
+
     try:
-        return load_prompts(data, needs_answer=config.needs_answers)
+        return load_prompts(data, needs_answer=config.needs_answers, say=lambda line: log.warning(of_eval(line)))
     except ValueError as error:
-        of_eval = str(error).replace("data.source:", "eval.data:", 1).replace("data.limit", "eval.limit")
-        raise InputError(of_eval if config.eval.data else error) from None
+        raise InputError(of_eval(error)) from None
 
 
 def tokenized(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]], max_length: int) -> list[Prompt]:

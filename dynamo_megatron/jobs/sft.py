@@ -231,11 +231,14 @@ class Answers:
         return ""
 
     def sampled(self, text: str) -> list[int]:
-        """The tokens of an answer: its text, without a marker that the template `opens`, and the token with which the
-        template ends an answer if it is one of `ends`, or else the tokenizer's end token."""
+        """The tokens of an answer: its text, without a marker that the template `opens` and after the template's white
+        space (`ChatTokens.gap`), and the token with which the template ends an answer if it is one of `ends`, or else
+        the tokenizer's end token."""
         end, marker = self._chat.end_token, self.opens.strip()
         if marker and (own := text.lstrip()).startswith(marker):
             text = own.removeprefix(marker).removeprefix(self.opens.removeprefix(marker))
+        if self._config.template == "chat" and text and not text[0].isspace():
+            text = self._chat.gap + text
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         return [*ids, self._tokenizer.eos_token_id if end is None else end]
 

@@ -23,15 +23,15 @@ def run():
 
 
 def test_what_a_program_raises_is_shown(run):
-    assert run("print(1)\n1 / 0", "(") == [
-        "1\nZeroDivisionError: division by zero\n",
-        "SyntaxError: '(' was never closed (program, line 1)\n",
-    ]
+    doctest = "def f():\n    '>>> f()\\n1'\nimport doctest\nprint(doctest.testmod(report=False).failed)"
+    raised, syntax, failed = run("print(1)\n1 / 0", "(", doctest)
+    assert raised == "1\nZeroDivisionError: division by zero\n"
+    assert syntax == "SyntaxError: '(' was never closed (program, line 1)\n" and failed.endswith("\n1\n")
 
 
 def test_limits_are_named(run):
-    endless, chatty = run("while True: pass", f"print('x' * {LONGEST + 1})")
-    assert endless == "error: the time limit ended it"
+    endless, chatty = run("print(1, end='')\nwhile True: pass", f"print('x' * {LONGEST + 1})")
+    assert endless == "1error: the time limit ended it"
     assert chatty == f"{'x' * LONGEST}error: it did not end well, or wrote more than {LONGEST} bytes"
 
 

@@ -18,8 +18,10 @@ def write(path, *rows):
     return str(path)
 
 
-def load(source, needs_answer=False, **settings):
-    return load_prompts(DataConfig(source=str(source), **settings), needs_answer=needs_answer)
+def load(source, needs_answer=False, conversations=False, **settings):
+    return load_prompts(
+        DataConfig(source=str(source), **settings), needs_answer=needs_answer, conversations=conversations
+    )
 
 
 def refused(source, **settings):
@@ -39,11 +41,12 @@ def test_rows_keep_id_answer_and_the_other_columns(tmp_path):
 def test_a_conversation_that_ends_with_an_answer_needs_no_column_for_it(tmp_path):
     messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     path = write(tmp_path / "a.jsonl", {"id": "a", "x": {"messages": messages}, "n": 1})
-    (prompt,) = load(path, prompt_key="x.messages")
+    (prompt,) = load(path, prompt_key="x.messages", conversations=True)
     assert prompt.messages == messages and prompt.answer is None and prompt.meta["n"] == 1
-    assert "data.template: chat" in refused(path, prompt_key="x.messages", template="{prompt}")
+    assert "data.template: chat" in refused(path, conversations=True, prompt_key="x.messages", template="{prompt}")
     path = write(tmp_path / "b.jsonl", {"id": "a", "messages": messages, "answer": "3"})
-    assert load(path, prompt_key="messages")[0].answer == "3"
+    assert load(path, prompt_key="messages", conversations=True)[0].answer == "3"
+    assert "the last message is the assistant's; leave it out" in refused(path, prompt_key="messages")
     assert "no 'solution'" in refused(path, prompt_key="messages", answer_key="solution")
     path = write(tmp_path / "c.jsonl", {"id": "a", "messages": messages[:1]})
     assert "no 'answer' or 'reward_model.ground_truth'" in refused(path, prompt_key="messages")
@@ -161,7 +164,7 @@ def test_reasoning_gym_is_reproducible_and_its_meta_is_plain_data():
     assert {p.prompt_id for p in load(source.replace("seed=3", "seed=4"))}.isdisjoint(p.prompt_id for p in prompts)
     assert "refuses" in refused("reasoning_gym:chainsum")
     assert "unexpected keyword argument 'min_term'" in refused("reasoning_gym:chain_sum?min_term=2")
-    assert "is not YAML" in refused("reasoning_gym:chain_sum?size=[1")
+    assert "refuses {'seed': 0, 'size': '[1'}" in refused("reasoning_gym:chain_sum?size=[1")  # no YAML: a text
 
 
 def test_the_users_iterator(tmp_path, monkeypatch):
@@ -173,6 +176,7 @@ def test_the_users_iterator(tmp_path, monkeypatch):
         "def bad_rows():\n    return [{'problem': 'q', 'answer': 1}, {'problem': ''}, {'problem': ''}]\n"
         "def numbered():\n    return [Prompt(n, text=str(n), answer=n) for n in range(3)]\n"
         "def none():\n    return None\n"
+        "def odd():\n    return [{'problem': 'q', 'answer': a} for a in ({'a', 'b'}, {'b', 'a'}, {(0, 1): 2}, none)]\n"
         "def fails():\n    yield {'problem': 'q', 'answer': 1}\n    yield {}['absent']\n"
         "def again():\n    while True:\n        yield {'problem': 'q', 'answer': 1}\n        yield {'problem': ''}\n"
         "def endless():\n    n = 0\n    while True:\n        yield {'problem': str(n), 'answer': n}\n        n += 1\n"
@@ -180,6 +184,8 @@ def test_the_users_iterator(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))
     assert [p.text for p in load("my_data_c1:rows")] == ["1+1?", "2+2?"]
+    ids = ["21b2064913fd3d05", "c82effc70b2cc62a"]
+    assert [p.prompt_id for p in load("my_data_c1:odd")][:2] == ids  # in every process
     assert "my_data_c1:numbered row 1: the id 0 must be a str" in refused("my_data_c1:numbered")
     assert "my_data_c1:bad_rows row 2: no 'answer'" in refused("my_data_c1:bad_rows")
     assert "my_data_c1:fails after row 1: KeyError: 'absent' (" in refused("my_data_c1:fails")
@@ -247,11 +253,12 @@ def test_nulls_that_arrow_fills_in_are_left_out_at_every_depth(tmp_path):
         for name, key in [("find", "query"), ("go", "to")]
     ]
     path = parquet(tmp_path / "a.parquet", [{"prompt": messages, "tools": tools, "seen": {"a": None, "b": 1}}])
-    (prompt,) = load(path)
+    (prompt,) = load(path, conversations=True)
     assert prompt.messages == [messages[0], messages[1] | {"content": ""}, messages[2]]
     assert prompt.meta == {"tools": tools, "seen": {"a": None, "b": 1}}
     messages[1]["tool_calls"][0]["function"]["arguments"]["query"] = None  # JSON says null where null is meant
-    assert load(write(tmp_path / "a.jsonl", {"prompt": messages}))[0].messages[1] == messages[1] | {"content": ""}
+    (prompt,) = load(write(tmp_path / "a.jsonl", {"prompt": messages}), conversations=True)
+    assert prompt.messages[1] == messages[1] | {"content": ""}
 
 
 def test_files_that_are_no_parquet(tmp_path):

@@ -1,5 +1,6 @@
 """Which tokens `sft` trains on: those of every answer, each after what the policy would be given for it."""
 
+import contextlib
 import json
 
 import pytest
@@ -173,9 +174,29 @@ def test_a_template_without_tool_calls_or_thoughts_is_one_line(beside):
     tokenizer.chat_template = PLAIN
     with pytest.raises(InputError) as refused:
         examples_of(Prompt("p", [said("user", "1"), said("assistant", "", **beside)]), tokenizer, DATA, ENDS)
-    says = "the chat template does not render tool calls or thoughts within the answer"
+    says = "the chat template does not render text, tool calls or thoughts within the answer"
     drop = f"leave {next(iter(beside))} out of the row, or set data.chat_template or data.template_args"
     assert str(refused.value) == f"prompt 'p': messages: {says}; {drop}"
+
+
+def test_text_beside_a_call_that_the_template_leaves_out_is_refused():
+    tokenizer = make_tokenizer()
+    calls = [{"function": {"name": "add", "arguments": {}}}]  # Llama 3.1's template has the call in place of the text
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "+ text }}", "+ ('' if message.tool_calls else text) }}"
+    )
+    for text, refused in (("", contextlib.nullcontext()), ("I add.", pytest.raises(InputError, match="not render text"))):
+        with refused:
+            examples_of(Prompt("p", [said("user", "1"), said("assistant", text, tool_calls=calls)]), tokenizer, DATA, ENDS)
+
+
+def test_the_space_that_the_template_has_before_an_answer_is_trained():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = PLAIN
+    for given in ({"text": "1", "answer": "sum"}, {"messages": [said("user", "1"), said("assistant", "sum")]}):
+        (example,) = examples_of(Prompt("p", **given), tokenizer, DATA, ENDS)
+        assert tokenizer.decode(example.tokens) == "User: 1\nAssistant: sum<|im_end|>"
+        assert trained(example, tokenizer) == " sum<|im_end|>"
 
 
 def test_the_rl_parts_of_a_shared_config_do_nothing(tmp_path):

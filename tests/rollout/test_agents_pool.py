@@ -123,6 +123,7 @@ def test_nothing_that_an_agent_started_is_left(pool, tmp_path):
         ("pool_agents", "not of the form module:function"),
         ("no_such_module:agent", "No module named 'no_such_module'"),
         ("pool_agents:no_such", "no_such"),
+        ("json:JSONDecodeError", "missing a required argument"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_at_the_start(pool, function, why):

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # the field's name in Qwen3, OpenRouter, gpt-oss
 MARKER_TOKENS = 32  # that a marker of thinking and the white space after it have at most
-ANSWER = "An-answer-that-no-template-changes"  # to see what a template puts after an answer
+ANSWER = "An-answer-that-no-template-changes"  # to see what a template puts before and after an answer
+SHORT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
 
 
 class ChatTokens:
@@ -63,19 +64,33 @@ class ChatTokens:
 
     def rendered(self, before: list[Message], answer: Message, tools: list[Message] | None) -> str:
         """Returns the text of an answer with tool calls or `THOUGHTS`, as the template renders it after `before`.
-        Raises BadRequest, also where the template leaves one out."""
+        Raises BadRequest, also where the template leaves one out, or the text beside them."""
         start, end = self._text(before, tools, True), self._turn_end_text
         whole = self._text([*before, answer], tools, False)
         text = whole[len(start) : len(whole) - len(end or "")]
         parts = [call["function"]["name"] for call in answer.get("tool_calls") or ()]
+        said = FINAL.split(answer.get("content") or "")[-1].strip()
+        parts += [] if THINKING.search(said) else [said]
         parts += [str(answer.get(field) or "").strip() for field in THOUGHTS]
         once = all(part in text for part in parts) and len(FINAL.findall(text)) < 2
         if end is None or not (once and whole.startswith(start) and whole.endswith(end)):
-            raise BadRequest("messages: the chat template does not render tool calls or thoughts within the answer")
+            raise BadRequest("messages: the chat template does not render text, tool calls or thoughts within the answer")
         if THINKING.search(answer.get("content") or "") or any(parts[-len(THOUGHTS) :]):
             return text
         # Qwen3's gives a last message empty thoughts.
         return re.sub(rf"\A(?:{THINKING.pattern})\s*(?:{FINAL.pattern})\s*", "", text)
+
+    @cached_property
+    def gap(self) -> str:
+        """The white space that the template has between the beginning of an answer and its text; "" where the tokenizer
+        itself begins a text with it, as SentencePiece does, or the template renders no short conversation."""
+        try:
+            start, whole = self._text(SHORT[:1], None, True), self._text(SHORT, None, False).partition(ANSWER)[0]
+            by_itself = self._encode(whole + ANSWER) == self._encode(start) + self._encode(ANSWER)
+        except BadRequest:
+            return ""
+        gap = whole.removeprefix(start)
+        return gap if whole.startswith(start) and gap.isspace() and not by_itself else ""
 
     @property
     def closing_token(self) -> int | None:
@@ -123,9 +138,9 @@ class ChatTokens:
     @cached_property
     def _turn_end_text(self) -> str | None:
         """What the template puts after an assistant's text; None where the template changes that text."""
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
-        _, found, end = self._text(messages, None, False).rpartition(ANSWER)
+        _, found, end = self._text(SHORT, None, False).rpartition(ANSWER)
         return end if found else None
+
 
     @cached_property
     def _turn_end(self) -> list[int] | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
 import json
 import math
 import numbers
@@ -89,10 +90,15 @@ async def _post(url: str, payload: dict[str, Any]) -> tuple[int, Any]:
 
 
 def load(spec: str) -> Any:
-    """Returns the function named by `spec`, "module:function". Raises whatever importing the user's module raises."""
+    """Returns the function named by `spec`, "module:function". Raises whatever importing the user's module raises,
+    and TypeError for what cannot be called with a prompt and a session."""
     module, _, name = spec.partition(":")
     sys.path.append(os.getcwd())  # last: a folder in the working directory must not replace an installed package
-    return getattr(importlib.import_module(module), name)
+    agent = getattr(importlib.import_module(module), name)
+    if not callable(agent):
+        raise TypeError(f"it is {agent!r:.80}, not a function")
+    inspect.signature(agent).bind("prompt", "session")
+    return agent
 
 
 def shown(error: BaseException) -> str:
@@ -125,7 +131,7 @@ async def serve(connection: socket.socket) -> None:
 
     try:
         agent = load(json.loads(await reader.readline())["function"])
-    except Exception as error:  # the user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # the user's module may raise anything while it is imported
         answer(failed=" ".join(f"{type(error).__name__}: {error}".split())[:SHOWN])
         await writer.drain()
         return
