@@ -89,6 +89,7 @@ def experiment(name: str, tasks: Mapping[str, str], executor: run.Executor) -> I
                 own = executor.clone()
                 if task != "train":
                     own.nodes = own.ntasks_per_node = 1
+                    own.signal = None  # it would end what cannot save
                 before = [opened.add(run.Script(inline=script), executor=own, name=task, dependencies=before)]
         else:  # nemo-run's local executor goes on after a failure
             script = "set -e\n" + "".join(f"(\n{script})\n" for script in tasks.values())

@@ -34,6 +34,8 @@ def completed(options: argparse.Namespace) -> argparse.Namespace:
         raise ConfigError(f"--stop-before: {options.stop_before} s must be below --time ({limit} s)")
     if not options.gpus_per_node and any(re.match("--(gres=gpu|gpus)", option) for option in own):
         raise ConfigError("--sbatch: request GPUs with --gpus-per-node, one rank each")
+    if any(option.partition("=")[0] == "--time" for option in own):
+        raise ConfigError("--sbatch: give the limit with --time, which --stop-before is measured from")
     if wrong := [option for option in own + options.srun if not re.fullmatch(r"--[a-z][a-z-]*(=[^\n]*)?", option)]:
         raise ConfigError(f"--sbatch, --srun: {wrong[0]!r} is no --option or --option=value")
     return options
@@ -128,6 +130,8 @@ def checked_config(files: Sequence[str], keys: Sequence[str], ranks: int, *, req
     from dynamo_megatron.config.files import compose
 
     config, _ = compose(files, keys)
+    if config.dpo is not None:
+        raise ConfigError("dpo: is for the command dpo, and the job runs train; take it out")
     try:
         from dynamo_megatron.jobs.output_dir import OutputDir
     except ModuleNotFoundError:  # an environment for launchers alone, without zstandard

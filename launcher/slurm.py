@@ -33,9 +33,12 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     if job.dry_run:
         print(script, end="")
         return 0
-    (output / "logs").mkdir(parents=True, exist_ok=True)  # SLURM creates no folder for a job's output
     file = output / "train.sbatch"
-    file.write_text(script, encoding="utf-8")
+    try:
+        (output / "logs").mkdir(parents=True, exist_ok=True)  # SLURM creates no folder for a job's output
+        file.write_text(script, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"output_dir: {file} cannot be written: {error.strerror}") from None
     if shutil.which("sbatch") is None:
         raise ConfigError(f"sbatch: not found here; submit {file} on a machine of the cluster, or use --dry-run")
     if subprocess.run(["sbatch", str(file)], check=False).returncode:  # it prints one line to stdout
@@ -100,14 +103,18 @@ def sbatch_quote(value: str) -> str:
     return f'"{escaped}"'
 
 
-def adopt_rank(environment: MutableMapping[str, str]) -> None:
+def adopt_rank(environment: MutableMapping[str, str], ranks: int | None = None) -> None:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where this process is a task of an srun step and no
     launcher has set them. The script sets MASTER_ADDR; a step of one task without it is a shell, not a rank.
 
-    Raises ConfigError for several tasks without a MASTER_ADDR, and for a RANK without a WORLD_SIZE.
+    Raises ConfigError for several tasks without a MASTER_ADDR, for a RANK without a WORLD_SIZE or MASTER_ADDR, and for
+    another number of ranks than the `ranks` asked for.
     """
-    if "RANK" in environment and "WORLD_SIZE" not in environment:
-        raise ConfigError("RANK: set without WORLD_SIZE; set both, as torchrun does, or unset RANK")
+    for name in ("WORLD_SIZE", "MASTER_ADDR"):
+        if "RANK" in environment and name not in environment:
+            raise ConfigError(f"RANK: set without {name}; set both, as torchrun does, or unset RANK")
+    if ranks and "RANK" in environment and int(environment["WORLD_SIZE"]) != ranks:
+        raise ConfigError(f"--ranks: {ranks}, but this is one of {environment['WORLD_SIZE']} ranks (WORLD_SIZE)")
     if "RANK" in environment or "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
         return
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")

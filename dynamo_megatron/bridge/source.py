@@ -60,9 +60,10 @@ class Unit(NamedTuple):
 
 class BridgeModel(PolicyModel):
     """What Bridge's provider makes, a GPTModel, in the policy's place: with Megatron's own RoPE. `units`: of this
-    rank's parameters, by Megatron's global name."""
+    rank's parameters, by Megatron's global name. `padding`: rows of the embedding that the folder lacks."""
 
     units: dict[str, Unit]
+    padding: int
 
     def find_units(self, bridge: AutoBridge) -> None:
         """Sets `units`. Raises InputError naming a parameter that Bridge has no mapping of."""
@@ -97,6 +98,8 @@ class BridgeModel(PolicyModel):
     def convert(self, name: str, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """This rank's values of a unit's parameters from the folder's tensors."""
         parts = self.units[name].parts
+        if name in (EMBEDDING, OUTPUT_LAYER):
+            tensors = {tensor: F.pad(value, (0, 0, 0, self.padding)) for tensor, value in tensors.items()}
         weights = self._bridge.maybe_modify_loaded_hf_weight(parts[0][0].hf_param, tensors)
         return [mapping.hf_to_megatron(weights, module) for mapping, module, _ in parts]
 
@@ -107,7 +110,8 @@ class BridgeModel(PolicyModel):
         unit = self.units[name]
         converted = [mapping.megatron_to_hf(value.detach(), module) for mapping, module, value in unit.parts]
         if not unit.fused:
-            return {tensor: converted[0][tensor] for tensor in unit.names}
+            rows = -self.padding or None if name in (EMBEDDING, OUTPUT_LAYER) else None
+            return {tensor: converted[0][tensor][:rows] for tensor in unit.names}
         (tensor,) = unit.names
         whole = torch.stack([one[tensor] for one in converted])
         if getattr(unit.parts[0][0], "transpose_on_export", False):
@@ -147,7 +151,7 @@ def build(hf_config: Any, dtype: torch.dtype, parallel: ParallelConfig, recomput
     provider._pg_collection = groups
     stage, last = groups.pp.rank(), groups.pp.size() - 1
     model = provider.provide(pre_process=stage == 0, post_process=stage == last)
-    model.__class__ = BridgeModel
+    model.__class__, model.padding = BridgeModel, settings["vocab_size"] - hf_config.vocab_size
     for layer in model.decoder.layers if provider.softmax_type != "vanilla" else ():
         # TransformerEngine 2.11 has no sinks for packed sequences.
         layer.self_attention.core_attention = PackedAttention(

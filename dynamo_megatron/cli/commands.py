@@ -63,7 +63,7 @@ def _loading_packages() -> contextlib.closing[Progress]:
 
 
 def _train(options: argparse.Namespace) -> int:
-    adopt_rank(os.environ)
+    adopt_rank(os.environ, options.ranks)
     pairs = {"data": {"answer_key": "chosen"}, "dpo": {}} if options.command == "dpo" else None
     config, origins = compose(options.files, options.keys, pairs)
     if pairs is None and config.dpo is not None:
@@ -116,7 +116,7 @@ def _configs(options: argparse.Namespace) -> int:
 
 
 def _preflight(options: argparse.Namespace) -> int:
-    adopt_rank(os.environ)
+    adopt_rank(os.environ, options.ranks)
     config, _ = compose(options.files, options.keys)
     from dynamo_megatron.runtime.late import uncollected
 
@@ -183,7 +183,10 @@ def _inspect(options: argparse.Namespace) -> int:
 
     if (options.path is None) == (options.diff is None):
         options.subparser.error("give one PATH, or --diff A B")
-    return inspect_command(options.path, options.diff)
+    try:
+        return inspect_command(options.path, options.diff)
+    except OSError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from dynamo_megatron.config import Config, shipped
 from dynamo_megatron.config.files import compose, differing, identity, read_saved, read_yaml, scored_by, to_plain
@@ -34,7 +35,7 @@ class Spec(Section):
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     learning_rates: list[float] | dict[str, list[float]]  # one list for all arms, or a list by arm
     metric: Annotated[str, Field(pattern="^eval/")] = "eval/pass@1"  # of the evaluations during training
-    output_dir: str
+    output_dir: Annotated[str, AfterValidator(os.path.expanduser)]
 
     @model_validator(mode="after")
     def _fits(self) -> Spec:

@@ -59,6 +59,14 @@ TEXTS = {(*at, name) for at, fields in SECTIONS.items() for name, field in field
 OF_MACHINE = ("servers", "memory_fraction", "host")  # keys of `rollout` that depend on the machine where unset
 
 
+NUMBERS = {
+    "tag:yaml.org,2002:int": re.compile(r"[-+]?(0|[1-9][0-9]*)\Z"),
+    "tag:yaml.org,2002:float": re.compile(
+        r"[-+]?(?![0-9]+\Z)([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?\Z|[-+]?\.(inf|Inf|INF)\Z|\.(nan|NaN|NAN)\Z"
+    ),
+}
+
+
 class _Part(dict):
     """Of a dotted key on the command line, which sets one entry of a mapping."""
 
@@ -116,6 +124,8 @@ def _merge(
             known = {key: hint for key, hint in inner.items() if hint is not None}
             for key, hint in (known or {".".join(path): _nearest(path)}).items():
                 yield f"{origin}: unknown key {key}; {hint}"
+        elif value is None and path in SECTIONS and type(None) not in _kinds(SECTIONS[at][name].annotation):
+            continue  # a section in a file whose keys are all comments
         elif isinstance(value, Mapping) and path in SECTIONS:
             into[name] = into[name] if isinstance(into.get(name), dict) else {}
             yield from _merge(into[name], value, path, origin, origins)
@@ -127,7 +137,10 @@ def _merge(
             if isinstance(value, _Part) and isinstance(there := into.get(name, field.default), Mapping):
                 value = value.within(there)
             into[name] = os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
-            origins[".".join(path)] = origin
+            key = ".".join(path)
+            for inner in [known for known in origins if known.startswith(f"{key}.")]:
+                del origins[inner]
+            origins[key] = origin
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
@@ -245,7 +258,13 @@ def _text(text: str) -> str | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice: YAML's libraries let the last one win."""
+    """Refuses a key that a mapping has twice: YAML's libraries let the last one win. Numbers are those of YAML 1.2:
+    1e-6 is one, 010 is not 8, and 1:30 is not 90."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in known if tag not in NUMBERS]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
@@ -254,6 +273,10 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(problem=f"{key.value} is there twice", problem_mark=key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+for tag, pattern in NUMBERS.items():
+    _Loader.add_implicit_resolver(tag, pattern, list("-+.0123456789"))
 
 
 def _parse(text: str, what: str) -> Any:

@@ -13,6 +13,7 @@ from dynamo_megatron.config import Config, DataConfig
 from dynamo_megatron.data.sources import NEEDS_CHAT, WAYS
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.spec import ModelSpec
+from dynamo_megatron.rollout.agents.messages import with_objects
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.types import Prompt
@@ -117,8 +118,10 @@ def encode_prompt(
 
 
 def chat_messages(prompt: Prompt, system_prompt: str | None) -> list[dict[str, Any]]:
-    """The conversation that `prompt` begins; `system_prompt` goes first unless it has one of its own."""
-    messages = prompt.messages if prompt.messages is not None else [{"role": "user", "content": prompt.text}]
+    """The conversation that `prompt` begins; `system_prompt` goes first unless it has one of its own. Raises
+    ValueError for tool calls in another form than OpenAI's."""
+    messages = [{"role": "user", "content": prompt.text}] if prompt.messages is None else prompt.messages
+    messages = [with_objects(message) for message in messages]
     if system_prompt is not None and (not messages or messages[0]["role"] != "system"):
         return [{"role": "system", "content": system_prompt}, *messages]
     return messages
@@ -137,8 +140,8 @@ def _chat_tokens(
             f"data.template_args: the chat template of {config.chat_template or tokenizer.name_or_path} has no "
             f"{unknown[0]}"
         )
-    messages = chat_messages(prompt, config.system_prompt)
     try:
+        messages = chat_messages(prompt, config.system_prompt)
         return rendered_ids(tokenizer, messages, tools, template_variables(config))
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise InputError(

@@ -36,7 +36,7 @@ from dynamo_megatron.jobs.start_checks import check_vocabulary
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.reward.extraction import FINAL, MARKER, opened_thinking
 from dynamo_megatron.rollout.agents.chat_tokens import MARKER_TOKENS, THOUGHTS, ChatTokens
-from dynamo_megatron.rollout.agents.messages import BadRequest, Message, normalised_calls
+from dynamo_megatron.rollout.agents.messages import BadRequest, Message, with_objects
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.tracking.journal import Journal
@@ -262,10 +262,12 @@ class Answers:
         content, beside = message["content"], [field for field in ("tool_calls", *THOUGHTS) if message.get(field)]
         cut = message.get("finish_reason") == "length"
         closes = self.opens and not MARKER.search(content) and not cut
+        if self._config.template != "chat" and beside:
+            raise InputError(f"prompt {prompt.prompt_id!r}: {' and '.join(beside)} need data.template: chat")
         if self._config.template != "chat" or not (beside or closes):
             return content
         try:
-            text = self._chat.rendered(before, _readable(message), tools_of(prompt))
+            text = self._chat.rendered(before, with_objects(message), tools_of(prompt))
             end = FINAL.search(text) if cut and not (content or message.get("tool_calls")) else None
             return text[: end.start()].rstrip() if end else text
         except BadRequest as error:
@@ -278,7 +280,7 @@ class Answers:
         chat, tools, examples = self._chat, tools_of(prompt), []
         held = 0  # messages up to the last answer
         try:
-            messages = [_readable(message) for message in chat_messages(prompt, self._config.system_prompt)]
+            messages = chat_messages(prompt, self._config.system_prompt)
             greetings = _greetings(messages)
             for number, message in enumerate(messages):
                 if message["role"] != "assistant" or number < greetings:
@@ -300,6 +302,8 @@ class Answers:
             raise InputError(f"prompt {prompt.prompt_id!r}: {error}") from None
         if not examples:
             raise InputError(f"prompt {prompt.prompt_id!r}: no user speaks before the assistant")
+        if not any(True in example.trained for example in examples):
+            raise InputError(f"prompt {prompt.prompt_id!r}: nothing to train on: all answers are empty and cut short")
         return examples
 
 
@@ -324,9 +328,3 @@ def tools_of(prompt: Prompt) -> list[Any] | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InputError(f"{where}: a list of tools (objects) is expected, or its JSON text, not {tools!r:.80}")
     return tools
-
-
-def _readable(message: Message) -> Message:
-    """With the arguments of tool calls as objects, which chat templates expect; OpenAI's format has them as text."""
-    calls: Any = message.get("tool_calls")
-    return message | {"tool_calls": normalised_calls(calls, "a message")} if calls else message

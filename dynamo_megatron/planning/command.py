@@ -113,13 +113,16 @@ def _host_and_disk(plan: Plan) -> list[str]:
     config, nodes = plan.config, plan.cluster.nodes
     routes = plan.spec.replayed(config.rollout)
     step = stored_step(config.rollout_budget, plan.work.response, routes, plan.work.prompt)
+    kept = config.trainer.steps
+    if config.rollout.keep_last is not None:  # none that a resume would need goes
+        kept = min(kept, max(config.rollout.keep_last, config.checkpoint.every or kept) + 1)
     parts = ", ".join(f"{what} {_gib(size)}" for what, size in plan.host.items())
     return [
         f"host memory of the fullest node: {_gib(sum(plan.host.values()))} GiB at the peak ({parts})",
         f"checkpoint: {_gib(plan.checkpoint)} GiB each, {_gib(plan.checkpoint / nodes)} from each node, "
         f"{config.checkpoint.keep_last} kept; a copy of the weights "
         f"{_gib(formulas.weight_bytes(plan.spec, config.model.dtype))} GiB",
-        f"rollouts on disk: {_gib(step)} GiB a step, {_gib(step * config.trainer.steps)} GiB in all",
+        f"rollouts on disk: {_gib(step)} GiB a step, {_gib(step * kept)} GiB in all",
     ]
 
 

@@ -16,7 +16,8 @@ HERE = Path(__file__).parent
 CONFIGS = json.loads((HERE / "configs.json").read_text())
 TOLERANCE = 1e-5  # of logits, also of models that are not made small
 PROCESSES = 2
-MODELS = {"deepseek_v3": {}, "glm4_moe": {}, "gpt_oss": {}, "qwen3_next": {}, "qwen3": {"tie_word_embeddings": True}}
+MODELS = {"deepseek_v3": {}, "glm4_moe": {"vocab_size": 120}, "gpt_oss": {}, "qwen3_next": {}}  # 120: with padding
+MODELS["qwen3"] = {"tie_word_embeddings": True, "vocab_size": 120}
 LAYOUTS = {"tp": {"tp": 2, "sequence_parallel": True}, "pp": {"pp": 2}, "ep": {"ep": 2}, "dp": {}}
 BALANCED = ("deepseek_v3", "glm4_moe")  # have biases of routers, which an update may move
 # Of its gradients by tensor: rounding grows in linear attention, and terms of its decays' (A_log) nearly cancel. Two

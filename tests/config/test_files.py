@@ -158,6 +158,23 @@ def test_a_base_is_beside_its_file_or_named_as_on_the_command_line(tmp_path, mon
     assert origins["optimizer.clip_grad"] == "sub/mine.yaml" and origins["optimizer.lr"].startswith("sub/")
 
 
+def test_an_empty_section_sets_nothing_and_null_what_is_in_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text("optimizer: {lr: 3.0e-3}\nalgorithm: {modulation: {alpha: 0.5}}\n")
+    Path("b.yaml").write_text("optimizer:\n  # lr: 1\nalgorithm: {modulation: null}\n")
+    keys = ["optimizer.clip_grad=2", "algorithm.modulation.gamma=10"]
+    config, origins = compose(["a.yaml", "b.yaml"], keys, NEEDED)
+    assert config.optimizer.lr == 3e-3 and origins["optimizer.lr"] == "a.yaml"
+    assert config.algorithm.modulation.alpha != 0.5 and "algorithm.modulation.alpha" not in origins
+
+
+def test_numbers_are_decimal(tmp_path):
+    (tmp_path / "a.yaml").write_text("seed: 010\ndata: {template_args: {a: 1e-2, b: 010, c: 1:30, d: -3, e: .5}}\n")
+    config, _ = compose([str(tmp_path / "a.yaml")], ["trainer.steps=0100"], NEEDED)
+    assert (config.seed, config.trainer.steps) == (10, 100)
+    assert config.data.template_args == {"a": 0.01, "b": "010", "c": "1:30", "d": -3, "e": 0.5}
+
+
 def test_a_mapping_is_set_and_shown_as_a_whole():
     judged = ["reward={functions: [judge], judge: {url: 'http://h', model: j}}"]
     config, origins = compose([], [*judged, "reward.judge.request={seed: 1}"], NEEDED)

@@ -1,13 +1,12 @@
 """Which tokens `sft` trains on: those of every answer, each after what the policy would be given for it."""
 
-import contextlib
 import json
 
 import pytest
 from agents_chat import make_tokenizer
 
 from dynamo_megatron.config import Config, DataConfig
-from dynamo_megatron.data.templates import PLAIN
+from dynamo_megatron.data.templates import PLAIN, encode_prompt
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.jobs.sft import Answers, SFTJob
 from dynamo_megatron.types import Prompt
@@ -79,6 +78,9 @@ def test_the_template_s_own_end_is_trained_where_the_tokenizer_has_another_one()
         assert (Answers(tokenizer, DATA, known).other_end() is None) == (known == ends)
     task = [said("system", "s"), said("assistant", "c"), {"role": "tool", "content": "r"}, messages[1]]
     assert trained(examples_of(Prompt("p", task), tokenizer, DATA, ends)[0], tokenizer) == "c<|im_end|>a<|im_end|>"
+    cut = [said("user", "1"), said("assistant", "", finish_reason="length")]
+    with pytest.raises(InputError, match="nothing to train on"):
+        examples_of(Prompt("p", cut), TOKENIZER, DATA, ENDS)
     with pytest.raises(InputError, match="no user speaks before the assistant"):
         examples_of(Prompt("p", [said("assistant", "hello")]), tokenizer, DATA, ends)
 
@@ -86,7 +88,11 @@ def test_the_template_s_own_end_is_trained_where_the_tokenizer_has_another_one()
 def test_messages_of_a_preference_are_rendered_as_those_of_a_conversation():
     call = {"function": {"name": "add", "arguments": json.dumps(ARGUMENTS)}}
     asked, answer = [said("user", "3 + 4")], said("assistant", "", tool_calls=[call])
-    assert Answers(TOKENIZER, DATA, ENDS).text_of(Prompt("p", asked), asked, answer) == f"\n{CALL}"
+    prompt, plain = Prompt("p", [*asked, answer, said("user", "")]), DataConfig(source="x", template="{prompt}")
+    assert Answers(TOKENIZER, DATA, ENDS).text_of(prompt, asked, answer) == f"\n{CALL}"
+    assert CALL in TOKENIZER.decode(encode_prompt(prompt, TOKENIZER, DATA))  # and those before it
+    with pytest.raises(InputError, match=r"^prompt 'p': tool_calls need data\.template: chat$"):
+        Answers(TOKENIZER, plain, ENDS).text_of(prompt, asked, answer)
 
 
 def test_thoughts_beside_the_content_are_trained_as_the_template_renders_them():
@@ -182,12 +188,12 @@ def test_a_template_without_tool_calls_or_thoughts_is_one_line(beside):
 def test_text_beside_a_call_that_the_template_leaves_out_is_refused():
     tokenizer = make_tokenizer()
     calls = [{"function": {"name": "add", "arguments": {}}}]  # Llama 3.1's template has the call in place of the text
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "+ text }}", "+ ('' if message.tool_calls else text) }}"
-    )
-    for text, refused in (("", contextlib.nullcontext()), ("I add.", pytest.raises(InputError, match="not render text"))):
-        with refused:
-            examples_of(Prompt("p", [said("user", "1"), said("assistant", text, tool_calls=calls)]), tokenizer, DATA, ENDS)
+    shown = "+ ('' if message.tool_calls else text) }}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("+ text }}", shown)
+    silent, spoken = (Prompt("p", [said("user", "1"), said("assistant", t, tool_calls=calls)]) for t in ("", "I add."))
+    assert examples_of(silent, tokenizer, DATA, ENDS)
+    with pytest.raises(InputError, match="not render text"):
+        examples_of(spoken, tokenizer, DATA, ENDS)
 
 
 def test_the_space_that_the_template_has_before_an_answer_is_trained():

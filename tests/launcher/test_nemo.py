@@ -48,6 +48,7 @@ def test_a_dry_run_prints_the_jobs(nemo, run_folder, tmp_path):
         assert f"Task {name}" in text
     for flag in ("account=us", "time=2:00:00", "nodes=2", "qos=high", "signal=USR1@1800", "requeue"):
         assert f"#SBATCH --{flag}" in text
+    assert text.count("#SBATCH --signal=") == 1  # of the training
     assert "--mpi=none --cpu-bind=none '--container-image=an image'" in text and "TORCHX_MAX_RETRIES=1000" in text
     assert not (tmp_path / "run").exists()
 

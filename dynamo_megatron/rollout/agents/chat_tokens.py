@@ -74,7 +74,9 @@ class ChatTokens:
         parts += [str(answer.get(field) or "").strip() for field in THOUGHTS]
         once = all(part in text for part in parts) and len(FINAL.findall(text)) < 2
         if end is None or not (once and whole.startswith(start) and whole.endswith(end)):
-            raise BadRequest("messages: the chat template does not render text, tool calls or thoughts within the answer")
+            raise BadRequest(
+                "messages: the chat template does not render text, tool calls or thoughts within the answer"
+            )
         if THINKING.search(answer.get("content") or "") or any(parts[-len(THOUGHTS) :]):
             return text
         # Qwen3's gives a last message empty thoughts.
@@ -140,7 +142,6 @@ class ChatTokens:
         """What the template puts after an assistant's text; None where the template changes that text."""
         _, found, end = self._text(SHORT, None, False).rpartition(ANSWER)
         return end if found else None
-
 
     @cached_property
     def _turn_end(self) -> list[int] | None:

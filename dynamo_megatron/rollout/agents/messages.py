@@ -61,6 +61,13 @@ def _text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
     return "".join(part["text"] for part in content)
 
 
+def with_objects(message: Message) -> Message:
+    """With the arguments of tool calls as objects, which chat templates expect; OpenAI's format has them as text.
+    Raises BadRequest."""
+    calls = message.get("tool_calls")
+    return message | {"tool_calls": normalised_calls(calls, "a message")} if calls else message
+
+
 def normalised_calls(calls: Any, where: str) -> list[Message]:
     """The tool calls of a message, with arguments as objects. `where`: the message, for errors. Raises BadRequest."""
     try:
@@ -70,8 +77,9 @@ def normalised_calls(calls: Any, where: str) -> list[Message]:
 
 
 def _call(call: Mapping[str, Any]) -> Message:
-    arguments = arguments_of(call["function"])
-    function = {"name": call["function"]["name"], "arguments": {} if arguments is None else arguments}
+    called = call.get("function") or call  # some datasets have the name beside the arguments
+    arguments = arguments_of(called)
+    function = {"name": called["name"], "arguments": {} if arguments is None else arguments}
     return {"id": str(call.get("id", "")), "type": "function", "function": function}
 
 
