@@ -138,8 +138,8 @@ def _merge(
                 value = value.within(there)
             into[name] = os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
             key = ".".join(path)
-            for inner in [known for known in origins if known.startswith(f"{key}.")]:
-                del origins[inner]
+            for below in [known for known in origins if known.startswith(f"{key}.")]:
+                del origins[below]
             origins[key] = origin
 
 
