@@ -103,18 +103,15 @@ def sbatch_quote(value: str) -> str:
     return f'"{escaped}"'
 
 
-def adopt_rank(environment: MutableMapping[str, str], ranks: int | None = None) -> None:
+def adopt_rank(environment: MutableMapping[str, str]) -> None:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where this process is a task of an srun step and no
     launcher has set them. The script sets MASTER_ADDR; a step of one task without it is a shell, not a rank.
 
-    Raises ConfigError for several tasks without a MASTER_ADDR, for a RANK without a WORLD_SIZE or MASTER_ADDR, and for
-    another number of ranks than the `ranks` asked for.
+    Raises ConfigError for several tasks without a MASTER_ADDR, and for a RANK without a WORLD_SIZE or MASTER_ADDR.
     """
     for name in ("WORLD_SIZE", "MASTER_ADDR"):
         if "RANK" in environment and name not in environment:
             raise ConfigError(f"RANK: set without {name}; set both, as torchrun does, or unset RANK")
-    if ranks and "RANK" in environment and int(environment["WORLD_SIZE"]) != ranks:
-        raise ConfigError(f"--ranks: {ranks}, but this is one of {environment['WORLD_SIZE']} ranks (WORLD_SIZE)")
     if "RANK" in environment or "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
         return
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")

@@ -23,6 +23,7 @@ PROGRAM = """
 import io, sys
 # Without a buffer: what it printed before a limit ends it is shown.
 sys.stdout = sys.stderr = io.TextIOWrapper(sys.stdout.buffer.raw, "utf-8", write_through=True)
+del io, sys
 try:
     exec(compile({code!r}, "program", "exec"), globals())
 except Exception as error:

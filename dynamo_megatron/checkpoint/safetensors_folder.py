@@ -82,7 +82,7 @@ class SafetensorsFiles:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        names, index, listed = [SINGLE_FILE], self.path / INDEX, {}
+        names, index = [SINGLE_FILE], self.path / INDEX
         if not (self.path / SINGLE_FILE).is_file():
             if not index.is_file():
                 raise InputError(f"{self.path}: neither {SINGLE_FILE} nor {INDEX}; save the model as safetensors")
@@ -102,8 +102,6 @@ class SafetensorsFiles:
             except (SafetensorError, OSError) as error:
                 raise InputError(f"{file}: corrupt or truncated ({error})") from None
             self._file_of |= dict.fromkeys(self._files[file].keys(), file)
-        if missing := sorted(listed.keys() - self._file_of.keys()):
-            raise InputError(f"{index}: names {len(missing)} tensors that its files lack, the first: {missing[0]}")
 
     @property
     def names(self) -> list[str]:

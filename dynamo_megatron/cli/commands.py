@@ -62,8 +62,15 @@ def _loading_packages() -> contextlib.closing[Progress]:
     return contextlib.closing(progress)
 
 
+def _take_place(ranks: int | None) -> None:
+    """`adopt_rank`. Raises ConfigError where a launcher has started another number than the `ranks` asked for."""
+    adopt_rank(os.environ)
+    if ranks and "RANK" in os.environ and os.environ["WORLD_SIZE"] != str(ranks):
+        raise ConfigError(f"--ranks: {ranks}, but this is one of {os.environ['WORLD_SIZE']} ranks (WORLD_SIZE)")
+
+
 def _train(options: argparse.Namespace) -> int:
-    adopt_rank(os.environ, options.ranks)
+    _take_place(options.ranks)
     pairs = {"data": {"answer_key": "chosen"}, "dpo": {}} if options.command == "dpo" else None
     config, origins = compose(options.files, options.keys, pairs)
     if pairs is None and config.dpo is not None:
@@ -116,7 +123,7 @@ def _configs(options: argparse.Namespace) -> int:
 
 
 def _preflight(options: argparse.Namespace) -> int:
-    adopt_rank(os.environ, options.ranks)
+    _take_place(options.ranks)
     config, _ = compose(options.files, options.keys)
     from dynamo_megatron.runtime.late import uncollected
 

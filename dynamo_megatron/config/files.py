@@ -59,14 +59,6 @@ TEXTS = {(*at, name) for at, fields in SECTIONS.items() for name, field in field
 OF_MACHINE = ("servers", "memory_fraction", "host")  # keys of `rollout` that depend on the machine where unset
 
 
-NUMBERS = {
-    "tag:yaml.org,2002:int": re.compile(r"[-+]?(0|[1-9][0-9]*)\Z"),
-    "tag:yaml.org,2002:float": re.compile(
-        r"[-+]?(?![0-9]+\Z)([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?\Z|[-+]?\.(inf|Inf|INF)\Z|\.(nan|NaN|NAN)\Z"
-    ),
-}
-
-
 class _Part(dict):
     """Of a dotted key on the command line, which sets one entry of a mapping."""
 
@@ -124,13 +116,14 @@ def _merge(
             known = {key: hint for key, hint in inner.items() if hint is not None}
             for key, hint in (known or {".".join(path): _nearest(path)}).items():
                 yield f"{origin}: unknown key {key}; {hint}"
-        elif value is None and path in SECTIONS and type(None) not in _kinds(SECTIONS[at][name].annotation):
-            continue  # a section in a file whose keys are all comments
         elif isinstance(value, Mapping) and path in SECTIONS:
             into[name] = into[name] if isinstance(into.get(name), dict) else {}
             yield from _merge(into[name], value, path, origin, origins)
         else:
             field = SECTIONS[at][name]
+            given = value is not None or isinstance(new, _Part) or type(None) in _kinds(field.annotation)
+            if path in SECTIONS and not given:
+                continue  # a section of a file whose keys are all comments
             if isinstance(value, bool) and bool not in (kinds := {*_kinds(field.annotation)}) and kinds & {int, float}:
                 yield f"{origin}: {'.'.join(path)}: needs a number, got {str(value).lower()}"
                 continue
@@ -258,13 +251,14 @@ def _text(text: str) -> str | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice: YAML's libraries let the last one win. Numbers are those of YAML 1.2:
-    1e-6 is one, 010 is not 8, and 1:30 is not 90."""
+    """Refuses a key that a mapping has twice: YAML's libraries let the last one win. 010 is not 8, nor 1:30 90: these
+    stay texts, of which a key for numbers takes the first as 10 and refuses the second."""
 
-    yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in known if tag not in NUMBERS]
-        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int | str:
+        return node.value if re.match(r"[-+]?0[0-9_]|.*:", node.value) else super().construct_yaml_int(node)
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float | str:
+        return node.value if ":" in node.value else super().construct_yaml_float(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
@@ -275,8 +269,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-for tag, pattern in NUMBERS.items():
-    _Loader.add_implicit_resolver(tag, pattern, list("-+.0123456789"))
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 
 
 def _parse(text: str, what: str) -> Any:

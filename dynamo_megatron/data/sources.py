@@ -27,10 +27,8 @@ DATASETS = "datasets:"
 MOST_OLD = 10_000  # rows of a function in a row that may bring no new problem
 MOST_ROWS = 10_000_000  # of a function without data.limit
 ROWS = 16  # of a Parquet file read at once: Arrow cannot read 2 GiB of a nested column at once
-# Not parsed as YAML, where the configuration "no" (Norwegian) would be False.
-TEXT_OPTIONS = ("name", "split", "data_dir", "revision", "sep", "delimiter")
+TEXT_OPTIONS = ("name", "split")  # not parsed as YAML, where the configuration "no" (Norwegian) would be False
 REASONING_GYM = "reasoning_gym:"
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 WAYS = "data.chat_template to plain (lines of User: and Assistant:) or to a Jinja file"
 NEEDS_CHAT = (
     f"chat messages need data.template: chat, not a plain template; for a tokenizer without a chat template set {WAYS}"
@@ -347,15 +345,13 @@ def _reasoning_gym_prompts(source: str) -> Iterator[tuple[str, Prompt]]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, set | frozenset):
-        return sorted(map(repr, value))
-    return value.tolist() if hasattr(value, "tolist") else ADDRESS.sub("", str(value))
+    return sorted(map(repr, value)) if isinstance(value, set | frozenset) else str(value)
 
 
 def _digest(*values: Any) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of the values, the same in every process."""
+    """The first 16 hexadecimal digits of the SHA-256 of plain data, or of sets of it."""
     try:
         canonical = json.dumps(values, sort_keys=True, ensure_ascii=False, default=_plain)
     except TypeError:  # keys that JSON has not
-        canonical = ADDRESS.sub("", repr(values))
+        canonical = repr(values)
     return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Mapping
 from pathlib import Path
@@ -118,10 +119,8 @@ def encode_prompt(
 
 
 def chat_messages(prompt: Prompt, system_prompt: str | None) -> list[dict[str, Any]]:
-    """The conversation that `prompt` begins; `system_prompt` goes first unless it has one of its own. Raises
-    ValueError for tool calls in another form than OpenAI's."""
-    messages = [{"role": "user", "content": prompt.text}] if prompt.messages is None else prompt.messages
-    messages = [with_objects(message) for message in messages]
+    """The conversation that `prompt` begins; `system_prompt` goes first unless it has one of its own."""
+    messages = prompt.messages if prompt.messages is not None else [{"role": "user", "content": prompt.text}]
     if system_prompt is not None and (not messages or messages[0]["role"] != "system"):
         return [{"role": "system", "content": system_prompt}, *messages]
     return messages
@@ -140,9 +139,11 @@ def _chat_tokens(
             f"data.template_args: the chat template of {config.chat_template or tokenizer.name_or_path} has no "
             f"{unknown[0]}"
         )
+    messages, variables = chat_messages(prompt, config.system_prompt), template_variables(config)
     try:
-        messages = chat_messages(prompt, config.system_prompt)
-        return rendered_ids(tokenizer, messages, tools, template_variables(config))
+        with contextlib.suppress(TypeError):  # of DeepSeek's, which joins texts
+            return rendered_ids(tokenizer, [with_objects(message) for message in messages], tools, variables)
+        return rendered_ids(tokenizer, messages, tools, variables)
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise InputError(
             f"prompt {prompt.prompt_id!r}: the chat template of {config.chat_template or tokenizer.name_or_path} fails "

@@ -45,7 +45,7 @@ class DPOJob(SFTJob):
                 raise InputError(f"{what}; give a string or a list with a single assistant message")
             text = self._answers.text_of(prompt, chat_messages(prompt, data.system_prompt), message)
             after = self._answers.sampled(text)
-            if message.get("finish_reason") == "length":  # its end was not sampled
+            if message.get("finish_reason") == "length" and len(after) > 1:  # its end was not sampled
                 after.pop()
             examples.append(Example([*before, *after], [False] * len(before) + [True] * len(after)))
         return examples

@@ -36,7 +36,7 @@ from dynamo_megatron.jobs.start_checks import check_vocabulary
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.reward.extraction import FINAL, MARKER, opened_thinking
 from dynamo_megatron.rollout.agents.chat_tokens import MARKER_TOKENS, THOUGHTS, ChatTokens
-from dynamo_megatron.rollout.agents.messages import BadRequest, Message, with_objects
+from dynamo_megatron.rollout.agents.messages import BadRequest, Message, normalised_calls
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.tracking.journal import Journal
@@ -93,7 +93,13 @@ class SFTJob(Job):
         progress.phase("loading data", unit="problems")
         before = self.output.stream_state()
         self._stream = open_stream(
-            config.prompt_stream, self._encode, longest, before, progress.count, needs_answer=True, conversations=True
+            config.prompt_stream,
+            self._encode,
+            longest,
+            before,
+            progress.count,
+            needs_answer=True,
+            conversations=self.name == "sft",
         )
         self.output.claim()
         if config.data.chat_template is not None:
@@ -231,14 +237,11 @@ class Answers:
         return ""
 
     def sampled(self, text: str) -> list[int]:
-        """The tokens of an answer: its text, without a marker that the template `opens` and after the template's white
-        space (`ChatTokens.gap`), and the token with which the template ends an answer if it is one of `ends`, or else
-        the tokenizer's end token."""
+        """The tokens of an answer: its text, without a marker that the template `opens`, and the token with which the
+        template ends an answer if it is one of `ends`, or else the tokenizer's end token."""
         end, marker = self._chat.end_token, self.opens.strip()
         if marker and (own := text.lstrip()).startswith(marker):
             text = own.removeprefix(marker).removeprefix(self.opens.removeprefix(marker))
-        if self._config.template == "chat" and text and not text[0].isspace():
-            text = self._chat.gap + text
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         return [*ids, self._tokenizer.eos_token_id if end is None else end]
 
@@ -257,22 +260,25 @@ class Answers:
 
     def text_of(self, prompt: Prompt, before: list[Message], message: Message) -> str:
         """The text of the assistant's `message` after `before`, its tool calls and thoughts included, and the end of
-        thoughts that the template begins, if it renders one, but not of those that were cut short. Raises InputError
-        where the template leaves one out."""
+        thoughts that the template begins, if it renders one, but not of those that were cut short, after the template's
+        white space. Raises InputError where the template leaves one out."""
         content, beside = message["content"], [field for field in ("tool_calls", *THOUGHTS) if message.get(field)]
         cut = message.get("finish_reason") == "length"
         closes = self.opens and not MARKER.search(content) and not cut
         if self._config.template != "chat" and beside:
             raise InputError(f"prompt {prompt.prompt_id!r}: {' and '.join(beside)} need data.template: chat")
-        if self._config.template != "chat" or not (beside or closes):
+        if self._config.template != "chat":
             return content
+        plain = self._chat.gap * bool(content and not content[0].isspace()) + content
+        if not (beside or closes):
+            return plain
         try:
-            text = self._chat.rendered(before, with_objects(message), tools_of(prompt))
+            text = self._chat.rendered(before, _readable(message), tools_of(prompt))
             end = FINAL.search(text) if cut and not (content or message.get("tool_calls")) else None
             return text[: end.start()].rstrip() if end else text
         except BadRequest as error:
             if not beside:  # DeepSeek-R1's template leaves the thoughts out
-                return content
+                return plain
             drop = f"leave {' and '.join(beside)} out of the row, or set data.chat_template or data.template_args"
             raise InputError(f"prompt {prompt.prompt_id!r}: {error}; {drop}") from None
 
@@ -280,7 +286,7 @@ class Answers:
         chat, tools, examples = self._chat, tools_of(prompt), []
         held = 0  # messages up to the last answer
         try:
-            messages = chat_messages(prompt, self._config.system_prompt)
+            messages = [_readable(message) for message in chat_messages(prompt, self._config.system_prompt)]
             greetings = _greetings(messages)
             for number, message in enumerate(messages):
                 if message["role"] != "assistant" or number < greetings:
@@ -328,3 +334,9 @@ def tools_of(prompt: Prompt) -> list[Any] | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InputError(f"{where}: a list of tools (objects) is expected, or its JSON text, not {tools!r:.80}")
     return tools
+
+
+def _readable(message: Message) -> Message:
+    """With the arguments of tool calls as objects, which chat templates expect; OpenAI's format has them as text."""
+    calls: Any = message.get("tool_calls")
+    return message | {"tool_calls": normalised_calls(calls, "a message")} if calls else message

@@ -169,10 +169,10 @@ def test_an_empty_section_sets_nothing_and_null_what_is_in_it(tmp_path, monkeypa
 
 
 def test_numbers_are_decimal(tmp_path):
-    (tmp_path / "a.yaml").write_text("seed: 010\ndata: {template_args: {a: 1e-2, b: 010, c: 1:30, d: -3, e: .5}}\n")
+    (tmp_path / "a.yaml").write_text("seed: 010\ndata: {template_args: {a: 0x10, b: 010, c: 1:30, d: 1:3.5}}\n")
     config, _ = compose([str(tmp_path / "a.yaml")], ["trainer.steps=0100"], NEEDED)
     assert (config.seed, config.trainer.steps) == (10, 100)
-    assert config.data.template_args == {"a": 0.01, "b": "010", "c": "1:30", "d": -3, "e": 0.5}
+    assert config.data.template_args == {"a": 16, "b": "010", "c": "1:30", "d": "1:3.5"}
 
 
 def test_a_mapping_is_set_and_shown_as_a_whole():

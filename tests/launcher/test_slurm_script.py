@@ -90,7 +90,7 @@ def test_what_sbatch_is_asked(job):
         (("--sbatch=--gres=gpu:8",), "--sbatch: request GPUs with --gpus-per-node"),
         (("--sbatch=--time=20",), "--sbatch: give the limit with --time"),
         (("dpo.beta=0.2",), "dpo: is for the command dpo, and the job runs train"),
-        (("output_dir=c.yaml/run",), "c.yaml"),
+        (("output_dir=c.yaml/run",), "output_dir: "),
         (("--sbatch=qos",), "--sbatch, --srun: 'qos' is no --option"),
         (("parallel.tp=3", "--nodes", "2"), "parallel: 2 ranks can't be cut into tp 3"),
         (("parallel.ep=3", "--nodes", "2"), "parallel.ep: 3 does not divide the 2 ranks of a pipeline stage"),
@@ -150,8 +150,13 @@ def test_a_rank_takes_its_place_from_srun():
         adopt_rank({"RANK": "0"})
     with pytest.raises(ConfigError, match="RANK: set without MASTER_ADDR"):
         adopt_rank({"RANK": "0", "WORLD_SIZE": "2"})
-    with pytest.raises(ConfigError, match="--ranks: 8, but this is one of 4 ranks"):
-        adopt_rank({**others[0]}, 8)
+
+
+def test_another_number_of_ranks_than_the_launcher_s_is_refused(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n0"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "c.yaml", "--ranks", "8"]) == 2
+    assert "--ranks: 8, but this is one of 4 ranks (WORLD_SIZE)" in capsys.readouterr().err
 
 
 def test_defaults_of_the_options(job):

@@ -69,8 +69,8 @@ class ChatTokens:
         whole = self._text([*before, answer], tools, False)
         text = whole[len(start) : len(whole) - len(end or "")]
         parts = [call["function"]["name"] for call in answer.get("tool_calls") or ()]
-        said = FINAL.split(answer.get("content") or "")[-1].strip()
-        parts += [] if THINKING.search(said) else [said]
+        said = FINAL.split(answer.get("content") or "")[-1]
+        parts += [] if THINKING.search(said) else re.findall(r"\w+", said)  # it may be indented, or escaped
         parts += [str(answer.get(field) or "").strip() for field in THOUGHTS]
         once = all(part in text for part in parts) and len(FINAL.findall(text)) < 2
         if end is None or not (once and whole.startswith(start) and whole.endswith(end)):

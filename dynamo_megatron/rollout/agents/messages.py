@@ -61,13 +61,6 @@ def _text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
     return "".join(part["text"] for part in content)
 
 
-def with_objects(message: Message) -> Message:
-    """With the arguments of tool calls as objects, which chat templates expect; OpenAI's format has them as text.
-    Raises BadRequest."""
-    calls = message.get("tool_calls")
-    return message | {"tool_calls": normalised_calls(calls, "a message")} if calls else message
-
-
 def normalised_calls(calls: Any, where: str) -> list[Message]:
     """The tool calls of a message, with arguments as objects. `where`: the message, for errors. Raises BadRequest."""
     try:
@@ -77,10 +70,22 @@ def normalised_calls(calls: Any, where: str) -> list[Message]:
 
 
 def _call(call: Mapping[str, Any]) -> Message:
-    called = call.get("function") or call  # some datasets have the name beside the arguments
-    arguments = arguments_of(called)
-    function = {"name": called["name"], "arguments": {} if arguments is None else arguments}
+    arguments = arguments_of(call["function"])
+    function = {"name": call["function"]["name"], "arguments": {} if arguments is None else arguments}
     return {"id": str(call.get("id", "")), "type": "function", "function": function}
+
+
+def with_objects(message: Message) -> Message:
+    """With the arguments of tool calls as objects, which most chat templates expect, where they are texts as in
+    OpenAI's format; the rest as it is."""
+    calls = message.get("tool_calls")
+    return message | {"tool_calls": [_with_object(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _with_object(call: Any) -> Any:
+    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
+        return call
+    return call | {"function": {k: arguments_of(function) if k == "arguments" else v for k, v in function.items()}}
 
 
 def arguments_of(function: Mapping[str, Any]) -> Any:

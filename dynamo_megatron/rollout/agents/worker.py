@@ -10,6 +10,7 @@ process. The process ends when the socket is closed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import json
@@ -97,7 +98,8 @@ def load(spec: str) -> Any:
     agent = getattr(importlib.import_module(module), name)
     if not callable(agent):
         raise TypeError(f"it is {agent!r:.80}, not a function")
-    inspect.signature(agent).bind("prompt", "session")
+    with contextlib.suppress(ValueError):  # compiled functions may have no signature
+        inspect.signature(agent, follow_wrapped=False).bind("prompt", "session")
     return agent
 
 
