@@ -37,20 +37,9 @@ def shard_statistics_(logits: Tensor, labels: Tensor, shard: Shard, temperature:
     """As `reference.shard_statistics_`; the logits stay as they are, and nothing is subtracted (None)."""
     n = len(logits)
     part = logits.new_empty(6, n)
-    statistics_kernel[(n,)](
-        logits,
-        labels,
-        part,
-        n,
-        shard.rows,
-        shard.columns,
-        shard.start,
-        logits.stride(0),
-        TEMPERATURE=temperature,
-        BLOCK=STATISTICS_BLOCK,
-        num_warps=STATISTICS_WARPS,
-        **OPTIONS,
-    )
+    sizes = (n, shard.rows, shard.columns, shard.start, logits.stride(0))
+    options = {"TEMPERATURE": temperature, "BLOCK": STATISTICS_BLOCK, "num_warps": STATISTICS_WARPS, **OPTIONS}
+    statistics_kernel[(n,)](logits, labels, part, *sizes, **options)
     return part, None
 
 
@@ -122,23 +111,8 @@ def logits_gradient_(
 ) -> Tensor:
     """As `reference.logits_gradient_`; a bfloat16 result lies in the first half of each row's bytes."""
     gradient = logits.view(operand)
-    gradient_kernel[(len(logits),)](
-        logits,
-        gradient,
-        labels,
-        maximum,
-        log_sum,
-        entropy,
-        grad_logprobs,
-        grad_entropy,
-        shard.rows,
-        shard.columns,
-        shard.start,
-        logits.stride(0),
-        gradient.stride(0),
-        TEMPERATURE=temperature,
-        BLOCK=GRADIENT_BLOCK,
-        num_warps=GRADIENT_WARPS,
-        **OPTIONS,
-    )
+    rows = (labels, maximum, log_sum, entropy, grad_logprobs, grad_entropy)
+    sizes = (shard.rows, shard.columns, shard.start, logits.stride(0), gradient.stride(0))
+    options = {"TEMPERATURE": temperature, "BLOCK": GRADIENT_BLOCK, "num_warps": GRADIENT_WARPS, **OPTIONS}
+    gradient_kernel[(len(logits),)](logits, gradient, *rows, *sizes, **options)
     return gradient[:, : shard.rows]
