@@ -45,31 +45,15 @@ def shard_statistics_(logits: Tensor, labels: Tensor, shard: Shard, temperature:
 
 def _merge(parts: Tensor, temperature: float, tokens: Tokens, config: PolicyLossConfig, ranges, sums, out) -> None:
     shards, _, n = parts.shape
-    modulation = config.modulation or ModulationConfig()  # without ranges it is not used
+    m = config.modulation or ModulationConfig()  # without ranges it is not used
+    modulation = {"ALPHA": m.alpha, "LAMBDA_MIN": m.lambda_min, "GAMMA": m.gamma, "TAU": m.tau}
+    clips = {"LOW": config.clip_ratio_low, "HIGH": config.clip_ratio_high, "CEILING": config.clip_ratio_c}
+    terms = {"KL_COEF": config.kl_coef, "KL_KIND": config.kl_kind, "ENTROPY_COEF": config.entropy_coef}
+    options = {"TEMPERATURE": temperature, "BLOCK": MERGE_BLOCK, "num_warps": MERGE_WARPS, **OPTIONS}
     merge_kernel[(triton.cdiv(n, MERGE_BLOCK),)](
-        parts,
-        out,
-        n,
-        out.stride(0),
-        shards,
-        *tokens,
-        *(ranges or (None, None, None)),
-        sums,
-        TEMPERATURE=temperature,
-        LOW=config.clip_ratio_low,
-        HIGH=config.clip_ratio_high,
-        CEILING=config.clip_ratio_c,
-        KL_COEF=config.kl_coef,
-        KL_KIND=config.kl_kind,
-        ENTROPY_COEF=config.entropy_coef,
-        KIND=config.kind,
-        ALPHA=modulation.alpha,
-        LAMBDA_MIN=modulation.lambda_min,
-        GAMMA=modulation.gamma,
-        TAU=modulation.tau,
-        BLOCK=MERGE_BLOCK,
-        num_warps=MERGE_WARPS,
-        **OPTIONS,
+        *(parts, out, n, out.stride(0), shards),
+        *(*tokens, *(ranges or (None, None, None)), sums),
+        **{"KIND": config.kind, **clips, **terms, **modulation, **options},
     )
 
 
