@@ -61,7 +61,7 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Non
         total.addmm_(a.to(total.dtype), b.to(total.dtype), alpha=scale)
 
 
-def _to_device(values: Tensor, device: torch.device) -> Tensor:
+def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Through pinned memory: a copy to a GPU from other memory would wait for all earlier work of the GPU."""
     pinned = values.pin_memory() if device.type == "cuda" and not values.is_cuda else values
     return pinned.to(device, non_blocking=True)
@@ -100,8 +100,8 @@ class ChunkedHead:
         self.tokens, self.count = len(labels), int(labelled.sum())
         self.rows: slice | Tensor = slice(0, self.tokens)  # views, and no launch, where every row has a label
         if self.count < self.tokens:
-            self.rows = _to_device(labelled.nonzero()[:, 0], hidden.device)
-        self.labels = _to_device(labels, hidden.device)[self.rows].contiguous()
+            self.rows = to_device(labelled.nonzero()[:, 0], hidden.device)
+        self.labels = to_device(labels, hidden.device)[self.rows].contiguous()
         buffers = self.backend.workspace_buffers(self.operand, hidden.device)
         self.chunk_tokens = chunk_tokens or chunk_size(buffers * rows * self.dtype.itemsize)
 
@@ -177,9 +177,8 @@ class ChunkedHead:
         """Returns (dX, dW) for gradients [n] of logprobs and entropy (None: 0). The logits are computed again: 3
         GEMMs."""
         grad_logprobs = torch.zeros_like(stats.logprobs) if grad_logprobs is None else grad_logprobs.contiguous()
-        grad_entropy = (
-            None if grad_entropy is None else grad_entropy.contiguous()
-        )  # autograd hands out expanded scalars
+        # autograd hands out expanded scalars
+        grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
         gradients = _Gradients(self, hidden, weight)
         w = self.as_operand(weight)
         for chunk in self.chunks():

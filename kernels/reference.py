@@ -165,16 +165,8 @@ def summed_loss(
     if config.modulation is not None and len(advantages):
         m = config.modulation
         mask = torch.ones_like(advantages)
-        change = entropy_change(
-            advantages,
-            logp,
-            h,
-            old_logprobs,
-            mask,
-            config.clip_ratio_low,
-            config.clip_ratio_high,
-            expected_pi_lambda=expected_pi_lambda,
-        )
+        bounds = config.clip_ratio_low, config.clip_ratio_high
+        change = entropy_change(advantages, logp, h, old_logprobs, mask, *bounds, expected_pi_lambda)
         if ranges is None:
             ranges = modulation_ranges(h, change, mask)
         modulated = modulate(

@@ -37,50 +37,23 @@ def shard_statistics_(logits: Tensor, labels: Tensor, shard: Shard, temperature:
     """As `reference.shard_statistics_`; the logits stay as they are, and nothing is subtracted (None)."""
     n = len(logits)
     part = logits.new_empty(6, n)
-    statistics_kernel[(n,)](
-        logits,
-        labels,
-        part,
-        n,
-        shard.rows,
-        shard.columns,
-        shard.start,
-        logits.stride(0),
-        TEMPERATURE=temperature,
-        BLOCK=STATISTICS_BLOCK,
-        num_warps=STATISTICS_WARPS,
-        **OPTIONS,
-    )
+    sizes = (n, shard.rows, shard.columns, shard.start, logits.stride(0))
+    options = {"TEMPERATURE": temperature, "BLOCK": STATISTICS_BLOCK, "num_warps": STATISTICS_WARPS, **OPTIONS}
+    statistics_kernel[(n,)](logits, labels, part, *sizes, **options)
     return part, None
 
 
 def _merge(parts: Tensor, temperature: float, tokens: Tokens, config: PolicyLossConfig, ranges, sums, out) -> None:
     shards, _, n = parts.shape
-    modulation = config.modulation or ModulationConfig()  # without ranges it is not used
+    m = config.modulation or ModulationConfig()  # without ranges it is not used
+    modulation = {"ALPHA": m.alpha, "LAMBDA_MIN": m.lambda_min, "GAMMA": m.gamma, "TAU": m.tau}
+    clips = {"LOW": config.clip_ratio_low, "HIGH": config.clip_ratio_high, "CEILING": config.clip_ratio_c}
+    terms = {"KL_COEF": config.kl_coef, "KL_KIND": config.kl_kind, "ENTROPY_COEF": config.entropy_coef}
+    options = {"TEMPERATURE": temperature, "BLOCK": MERGE_BLOCK, "num_warps": MERGE_WARPS, **OPTIONS}
     merge_kernel[(triton.cdiv(n, MERGE_BLOCK),)](
-        parts,
-        out,
-        n,
-        out.stride(0),
-        shards,
-        *tokens,
-        *(ranges or (None, None, None)),
-        sums,
-        TEMPERATURE=temperature,
-        LOW=config.clip_ratio_low,
-        HIGH=config.clip_ratio_high,
-        CEILING=config.clip_ratio_c,
-        KL_COEF=config.kl_coef,
-        KL_KIND=config.kl_kind,
-        ENTROPY_COEF=config.entropy_coef,
-        KIND=config.kind,
-        ALPHA=modulation.alpha,
-        LAMBDA_MIN=modulation.lambda_min,
-        GAMMA=modulation.gamma,
-        TAU=modulation.tau,
-        BLOCK=MERGE_BLOCK,
-        num_warps=MERGE_WARPS,
-        **OPTIONS,
+        *(parts, out, n, out.stride(0), shards),
+        *(*tokens, *(ranges or (None, None, None)), sums),
+        **{"KIND": config.kind, **clips, **terms, **modulation, **options},
     )
 
 
@@ -122,23 +95,8 @@ def logits_gradient_(
 ) -> Tensor:
     """As `reference.logits_gradient_`; a bfloat16 result lies in the first half of each row's bytes."""
     gradient = logits.view(operand)
-    gradient_kernel[(len(logits),)](
-        logits,
-        gradient,
-        labels,
-        maximum,
-        log_sum,
-        entropy,
-        grad_logprobs,
-        grad_entropy,
-        shard.rows,
-        shard.columns,
-        shard.start,
-        logits.stride(0),
-        gradient.stride(0),
-        TEMPERATURE=temperature,
-        BLOCK=GRADIENT_BLOCK,
-        num_warps=GRADIENT_WARPS,
-        **OPTIONS,
-    )
+    rows = (labels, maximum, log_sum, entropy, grad_logprobs, grad_entropy)
+    sizes = (shard.rows, shard.columns, shard.start, logits.stride(0), gradient.stride(0))
+    options = {"TEMPERATURE": temperature, "BLOCK": GRADIENT_BLOCK, "num_warps": GRADIENT_WARPS, **OPTIONS}
+    gradient_kernel[(len(logits),)](logits, gradient, *rows, *sizes, **options)
     return gradient[:, : shard.rows]

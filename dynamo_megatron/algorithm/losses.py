@@ -140,14 +140,8 @@ def policy_loss_terms(
         loss, clipped = -advantages * weight * logprobs, (weight != ratio) & (advantages != 0)
         clipped_dual = torch.zeros_like(clipped)
     else:
-        loss, clipped, clipped_dual = clipped_policy_loss(
-            drift,
-            torch.zeros_like(drift),
-            advantages,
-            clip_ratio_low=low,
-            clip_ratio_high=high,
-            clip_ratio_c=config.clip_ratio_c,
-        )
+        clips = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": config.clip_ratio_c}
+        loss, clipped, clipped_dual = clipped_policy_loss(drift, torch.zeros_like(drift), advantages, **clips)
     kl = None if ref_logprobs is None else kl_estimate(logprobs, ref_logprobs, config.kl_kind)
     if config.kl_coef:
         if kl is None:

@@ -25,10 +25,8 @@ class Outcomes:
 
     def tally(self) -> tuple[np.ndarray, np.ndarray]:
         """(right, wrong), int64 [N] each: each prompt's number of rollouts."""
-        right, wrong = (
-            np.bincount(self.prompt[kind], minlength=len(self.asked)) for kind in (self.success, ~self.success)
-        )
-        return right, wrong
+        right = np.bincount(self.prompt[self.success], minlength=len(self.asked))
+        return right, np.bincount(self.prompt, minlength=len(self.asked)) - right
 
 
 class NextRound(NamedTuple):

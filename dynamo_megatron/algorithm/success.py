@@ -159,12 +159,9 @@ def variance_within(pool: Statistics) -> float | None:
     """The mean variance of the rewards of a prompt's rollouts. 0 if no prompt had two rollouts; None if all rewards so
     far were 0 or 1."""
     trials, mean = pool.trials, pool.reward_mean
-    bernoulli = np.allclose(pool.successes, trials * mean) and np.allclose(
-        pool.reward_squares, trials * mean * (1 - mean), atol=1e-9
-    )
-    if bernoulli:
-        return None
-    return _common_variance(pool, unknown=0.0)
+    squares = trials * mean * (1 - mean)  # of rewards that are 0 or 1
+    bernoulli = np.allclose(pool.successes, trials * mean) and np.allclose(pool.reward_squares, squares, atol=1e-9)
+    return None if bernoulli else _common_variance(pool, unknown=0.0)
 
 
 def _common_variance(pool: Statistics, unknown: float) -> float:

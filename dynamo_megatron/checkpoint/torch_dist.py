@@ -229,8 +229,6 @@ def _save(value: Any, stream: BinaryIO) -> None:
 
 # Both layer specs store a norm under the name that it has where TransformerEngine fuses it with the next linear layer.
 FUSED_NORMS = {alone: fused for fused, alone in TRANSFORMER_ENGINE_NAMES.items()}
-
-
 OPTIMIZER = "optimizer."  # the beginning of Megatron's keys of optimizer tensors
 CRITIC = "critic."  # of the keys of PPO's critic, and before those of its optimizer
 

@@ -31,27 +31,19 @@ _SAMPLING = """
     min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values
     repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
 """
+_FALSE = """
+    add_cross_attention attention_bias is_decoder is_encoder_decoder mlp_bias rope_interleaved tie_encoder_decoder
+    use_bidirectional_attention use_mrope use_sliding_window
+"""
 # Read by every family (family.py); each adds its own.
 DECODER = frozenset(_DECODER.split())
 # Leave the logits of a given sequence unchanged, with any value.
 HARMLESS = frozenset(f"{_FILE} {_TRAINING_AND_OUTPUTS} {_SAMPLING}".split())
 # Leave the logits unchanged if they have this value, in every family that does not read them.
 HARMLESS_AS: dict[str, Any] = {
-    "add_cross_attention": False,
-    "attention_bias": False,
-    "attention_dropout": 0,
-    "embd_pdrop": 0,
-    "is_decoder": False,
-    "is_encoder_decoder": False,
-    "mlp_bias": False,
-    "per_layer_config": {},
-    "pruned_heads": {},
-    "resid_pdrop": 0,
-    "rope_interleaved": False,
-    "tie_encoder_decoder": False,
-    "use_bidirectional_attention": False,
-    "use_mrope": False,
-    "use_sliding_window": False,
+    **dict.fromkeys(_FALSE.split(), False),
+    **dict.fromkeys(("attention_dropout", "embd_pdrop", "resid_pdrop"), 0),
+    **{"per_layer_config": {}, "pruned_heads": {}},
 }
 
 

@@ -119,18 +119,15 @@ def huggingface_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     hidden, head, ffn = spec.hidden_size, spec.kv_channels, spec.moe_ffn_hidden_size or spec.ffn_hidden_size
     q, kv, _ = qkv_rows(spec)
     by_module: dict[str, tuple[int, ...]] = {
-        "embed_tokens": (spec.vocab_size, hidden),
-        "lm_head": (spec.vocab_size, hidden),
+        **dict.fromkeys(("embed_tokens", "lm_head"), (spec.vocab_size, hidden)),
         "q_proj": (q, hidden),
-        "k_proj": (kv, hidden),
-        "v_proj": (kv, hidden),
+        **dict.fromkeys(("k_proj", "v_proj"), (kv, hidden)),
         "qkv_proj": (q + 2 * kv, hidden),
         "q_norm": (q if spec.wide_qk_norm else head,),
         "k_norm": (kv if spec.wide_qk_norm else head,),
         "o_proj": (hidden, q),
         "gate": (spec.num_experts, hidden),
-        "gate_proj": (ffn, hidden),
-        "up_proj": (ffn, hidden),
+        **dict.fromkeys(("gate_proj", "up_proj"), (ffn, hidden)),
         "gate_up_proj": (2 * ffn, hidden),
         "down_proj": (hidden, ffn),
     }

@@ -155,7 +155,8 @@ def use_layer_functions(dtype: torch.dtype, transformer_engine: bool) -> None:
     for name in ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back"):
         assert hasattr(fused_bias_swiglu, name), f"megatron-core moved {name}"
     fused_bias_swiglu.swiglu = fused_bias_swiglu.weighted_swiglu = layers.swiglu
-    fused_bias_swiglu.swiglu_back, fused_bias_swiglu.weighted_swiglu_back = _swiglu_gradient, layers.swiglu_gradient
+    fused_bias_swiglu.swiglu_back = lambda gradient, y: layers.swiglu_gradient(gradient, y)[0]
+    fused_bias_swiglu.weighted_swiglu_back = layers.swiglu_gradient
     assert hasattr(fused_bias_geglu, "geglu") and hasattr(fused_bias_geglu, "geglu_back"), "megatron-core moved geglu"
     fused_bias_geglu.geglu, fused_bias_geglu.geglu_back = layers.geglu, layers.geglu_gradient
     if transformer_engine:
@@ -167,7 +168,9 @@ def use_layer_functions(dtype: torch.dtype, transformer_engine: bool) -> None:
     assert hasattr(rope_utils, "_apply_rotary_pos_emb_thd"), "megatron-core moved _apply_rotary_pos_emb_thd"
     rope_utils._apply_rotary_pos_emb_thd = _rotate
     if not linears._grad_accum_fusion_available:
-        linears.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=_add_weight_gradient)
+        linears.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+            wgrad_gemm_accum_fp32=lambda inputs, gradient, main_grad: add_product_(main_grad, gradient.t(), inputs)
+        )
         linears._grad_accum_fusion_available = True
     if clip_grads.l2_norm_impl.__module__ == "megatron.core.utils":  # neither TransformerEngine's nor Apex's
         clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm_of_all, _scale_all
@@ -177,14 +180,6 @@ def _rotate(
     t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, rotary_interleaved: bool = False, **_: object
 ) -> torch.Tensor:
     return layers.rotate(t, freqs, rotary_interleaved)
-
-
-def _swiglu_gradient(gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return layers.swiglu_gradient(gradient, y)[0]
-
-
-def _add_weight_gradient(inputs: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
-    add_product_(main_grad, gradient.t(), inputs)
 
 
 def _norm_of_all(chunk_size: int, flag: object, lists: list[list[torch.Tensor]], *_) -> tuple[torch.Tensor, None]:

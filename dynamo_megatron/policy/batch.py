@@ -25,6 +25,7 @@ from dynamo_megatron.algorithm.success import Baseline
 from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.kernels.chunked import to_device
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.runtime.routes import no_route
 from dynamo_megatron.types import RolloutBatch, Sequences
@@ -132,13 +133,8 @@ def _advantages(
         penalty = (advantage.overlong_buffer, advantage.overlong_penalty)
         rewards = rewards + overlong_penalty(rollouts.response_lengths, config.rollout.max_new_tokens, *penalty)
     if advantage.of_the_user:
-        inputs = AdvantageInputs(
-            rewards=rewards,
-            successes=rollouts.successes,
-            group=group,
-            prompt_ids=tuple(rollouts.prompt_ids),
-            response_lengths=rollouts.response_lengths,
-        )
+        prompt_ids, lengths = tuple(rollouts.prompt_ids), rollouts.response_lengths
+        inputs = AdvantageInputs(rewards, rollouts.successes, group, prompt_ids=prompt_ids, response_lengths=lengths)
         advantages = custom_advantages(load_advantage(advantage.kind), inputs, gather)
     elif advantage.kind in ("otb", "gae"):
         advantages = rewards  # a baseline of each token is subtracted: by shape_tokens, or the critic's values
@@ -186,11 +182,6 @@ def _check_rewards(rollouts: RolloutBatch, rewards: np.ndarray, setting: str, ad
             f"algorithm.advantage.{setting} needs rewards from 0 to 1, and {rollouts.name(int(bad[0]))} has "
             f"{rewards[bad[0]]:g}; {advice}"
         )
-
-
-def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies through pinned memory: a copy to a GPU from other memory would wait for all earlier work of the GPU."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def context_positions(length: int, cp_size: int) -> np.ndarray:

@@ -209,16 +209,10 @@ class PolicyHead:
         def cross_entropy(micro_batch: MicroBatch, hidden: torch.Tensor) -> HeadLoss:
             weight = to_device(weights[micro_batch.slots], self.layout.device)
             # On-policy with an advantage of 1, the policy gradient is the cross-entropy's.
+            constants = (torch.ones_like(weight), None, weight)
+            options = {**self.arguments, "temperature": 1.0, "gradient": self.config.kernels.gradient}
             output = kernels.policy_loss(
-                hidden,
-                self.weight,
-                micro_batch.labels,
-                torch.ones_like(weight),
-                None,
-                weight,
-                PolicyLossConfig(),
-                gradient=self.config.kernels.gradient,
-                **{**self.arguments, "temperature": 1.0},
+                hidden, self.weight, micro_batch.labels, *constants, PolicyLossConfig(), **options
             )
             return HeadLoss(output.loss, {"loss": -(weight * output.stats.logprobs).sum()})
 

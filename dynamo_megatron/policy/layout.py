@@ -113,11 +113,9 @@ def _node_groups(
     """Returns `Layout.node` and `Layout.leaders`. `first`: the first rank of this rank's node."""
     firsts = [0] * host.size()
     dist.all_gather_object(firsts, first, group=host)
-    nodes: dict[int, list[int]] = {}
-    for rank, number in enumerate(firsts):
-        nodes.setdefault(number, []).append(rank)
+    nodes = [[rank for rank, number in enumerate(firsts) if number == node] for node in dict.fromkeys(firsts)]
     if len(nodes) == 1:
         return host, None
-    node, _ = dist.new_subgroups_by_enumeration(list(nodes.values()), timeout=timeout, backend="gloo")
-    leaders = dist.new_group([ranks[0] for ranks in nodes.values()], timeout=timeout, backend="gloo")
+    node, _ = dist.new_subgroups_by_enumeration(nodes, timeout=timeout, backend="gloo")
+    leaders = dist.new_group([ranks[0] for ranks in nodes], timeout=timeout, backend="gloo")
     return node, leaders if node.rank() == 0 else None

@@ -139,10 +139,6 @@ class PolicyModel(GPTModel):
             return self(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=packed)
 
 
-def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
-    return weight
-
-
 def run_settings(p: ParallelConfig, dtype: torch.dtype, recompute: str = "none") -> dict[str, Any]:
     """TransformerConfig's arguments that are the same for all models: layout, dtype, `trainer.recompute`."""
     cuda = torch.cuda.is_available()
@@ -166,9 +162,7 @@ def run_settings(p: ParallelConfig, dtype: torch.dtype, recompute: str = "none")
         "recompute_num_layers": 1 if recompute == "full" else None,
         "use_cpu_initialization": not cuda,
         # No random initialisation, yet Megatron's initialiser must run: it marks the tensor-parallel parameters.
-        "init_method": _leave_unset,
-        "output_layer_init_method": _leave_unset,
-        "embedding_init_method": _leave_unset,
+        **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), lambda weight: weight),
         # The interleaved schedule overlaps its sends with compute, which excludes batching them.
         "overlap_p2p_comm": p.vpp > 1,
         "batch_p2p_comm": cuda and p.vpp == 1,
@@ -286,10 +280,7 @@ def _layer_spec(spec: ModelSpec, config: Config, megatron: TransformerConfig) ->
     else:
         layer, norm = get_gpt_layer_local_spec(num_experts=experts, normalization="RMSNorm"), RMSNorm
         parts = layer.submodules
-        if spec.pre_norms:
-            parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-        else:
-            parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm if spec.pre_norms else IdentityOp
         if experts is not None:  # no linear to fuse this norm into: a checkpoint has it under its own name, as on a GPU
             del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
         if spec.local_rope_theta is not None:

@@ -94,6 +94,8 @@ class Policy:
         if source.routes is not None:
             source = self._replayed(source)
         lengths, silent, packed = np.diff(source.offsets) - 1, silent_rollouts(source, self.config), []
+        place = {"device": self.layout.device, "cp_rank": cp.rank(), "cp_size": cp.size()}
+        place["multiple"] = parallel.tp if parallel.sequence_parallel else 1
 
         def assign(members: np.ndarray) -> list[np.ndarray]:  # the sequences of each of this rank's micro-batches
             budget, multiple = self.config.trainer.micro_batch_tokens, parallel.pp if parallel.vpp > 1 else 1
@@ -111,17 +113,7 @@ class Policy:
                 passes, fill = (4, 0) if self.config.algorithm.measures_first else (3, parallel.pp - 1)
                 if passes * (len(assigned) - len(others)) > len(alone) + fill:
                     assigned, count = others + alone, len(alone)
-            micro_batches = [
-                MicroBatch.pack(
-                    source,
-                    sequences.tolist(),
-                    multiple=parallel.tp if parallel.sequence_parallel else 1,
-                    device=self.layout.device,
-                    cp_rank=cp.rank(),
-                    cp_size=cp.size(),
-                )
-                for sequences in assigned
-            ]
+            micro_batches = [MicroBatch.pack(source, sequences.tolist(), **place) for sequences in assigned]
             packed.append(MiniBatch(members, micro_batches, count))
         return packed
 
@@ -273,16 +265,8 @@ class Policy:
         if known is None:  # a method that used them would get NaN; the head's loss makes the correction
             known = TokenStats(*torch.full((4, len(engine)), math.nan))
             algorithm = algorithm.model_copy(update={"rollout_correction": None})
-        shaped = shape_tokens(
-            batch.rollouts,
-            mini_batch.members,
-            batch.advantages,
-            batch.weights,
-            known,
-            algorithm,
-            seed=self.config.seed,
-            process=batch.process,
-        )
+        given = (batch.advantages, batch.weights, known, algorithm)
+        shaped = shape_tokens(batch.rollouts, mini_batch.members, *given, seed=self.config.seed, process=batch.process)
         tokens = {
             "old_logprobs": engine if self.config.algorithm.loss.old == "engine" else stats and stats.logprobs,
             "engine_logprobs": engine,

@@ -59,17 +59,10 @@ class SinkAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
         q, k, v, sinks, output, whole, ends = ctx.saved_tensors
+        bounds = (ends, ends, ctx.longest, ctx.longest)  # of queries and of keys
         of_qkv = torch.ops.aten._flash_attention_backward(
-            gradient,
-            q,
-            k,
-            v,
-            output,
-            whole,
-            ends,
-            ends,
-            ctx.longest,
-            ctx.longest,
+            *(gradient, q, k, v, output, whole),
+            *bounds,
             0.0,
             ctx.window == (-1, 0),
             torch.zeros(2, dtype=torch.uint64, device=q.device),  # of dropout

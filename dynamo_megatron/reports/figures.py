@@ -173,13 +173,11 @@ def _loads(name: str, run: RunRecord) -> list[Figure]:
     layers = {layer: [*map(int, digits)] for layer, digits in enumerate(steps[newest]) if digits}
     worst = min(layers, key=lambda layer: sum(layers[layer]))  # of the logarithms, so highest where all are equal
     experts = [*zip(*(map(int, loads[worst]) for loads in steps.values()), strict=True)]
-    by_layer, of_worst = (
-        f"Load of experts by layer, step {newest}",
-        f"Load of experts in layer {worst}, the most uneven",
-    )
+    by_layer = f"Load of experts by layer, step {newest}: {name}"
+    of_worst = f"Load of experts in layer {worst}, the most uneven: {name}"
     return [
-        _heat_map(f"{by_layer}: {name}", ("expert", "layer"), y=[*layers], z=[*layers.values()]),
-        _heat_map(f"{of_worst}: {name}", ("training step", "expert"), x=[*steps], z=experts),
+        _heat_map(by_layer, ("expert", "layer"), y=[*layers], z=[*layers.values()]),
+        _heat_map(of_worst, ("training step", "expert"), x=[*steps], z=experts),
     ]
 
 

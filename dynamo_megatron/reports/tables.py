@@ -59,10 +59,7 @@ def _held_out(runs: Mapping[str, RunRecord]) -> Section:
         steps = ", ".join(f"{name} {evaluation['step']}" for name, (_, evaluation) in sides.items())
         steps = f"The evaluations are of these steps: {steps}."
     first, *others = sides
-    head = ["%", first]
-    for name in others:
-        head += [name, f"{name} - {first}"]
-    rows = [head]
+    rows = [["%", first, *(cell for name in others for cell in (name, f"{name} - {first}"))]]
     for each in k:
         cells = [pass_text(sides[first][1], each)]
         for name in others:

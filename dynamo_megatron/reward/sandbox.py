@@ -71,7 +71,10 @@ class Sandbox:
         # -S: the folders of packages take longer to go through than all the rest of an interpreter's start.
         self._python = [interpreter, *([] if config.python else ["-S"]), "-s", "-B", "-X", "utf8"]
         self._limits = [str(config.cpu_seconds), str(config.memory), str(FILE_SIZE)]
-        self._try()
+        result = self._run("run", b"print(input())", b"ready", MESSAGE, START_TIMEOUT, subprocess.STDOUT)
+        if result.output != b"ready\n":
+            said = on_one_line(result.output.decode(errors="replace"), 300) or "it did not start in time"
+            raise InputError(f"reward.functions: code: no sandbox can be made here: {said}; {MEND}")
 
     def run(self, mode: str, program: bytes, stdin: bytes, longest: int) -> Result:
         """`program` in the harness's `mode`. With more than `longest` bytes of output it is not `ok`."""
@@ -96,12 +99,6 @@ class Sandbox:
             # Its requests have ended, so that it ends too, unless it was late before.
             late = code in LATE or (not passed and _exit_code(serving, end) in LATE)
         return Result(b"", passed, late)
-
-    def _try(self) -> None:
-        result = self._run("run", b"print(input())", b"ready", MESSAGE, START_TIMEOUT, subprocess.STDOUT)
-        if result.output != b"ready\n":
-            said = on_one_line(result.output.decode(errors="replace"), 300) or "it did not start in time"
-            raise InputError(f"reward.functions: code: no sandbox can be made here: {said}; {MEND}")
 
     def _run(
         self, mode: str, program: bytes, stdin: bytes, longest: int, seconds: float, stderr: int = subprocess.DEVNULL

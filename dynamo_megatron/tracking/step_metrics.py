@@ -69,9 +69,8 @@ class StepRecord:
     def drawn(self) -> tuple[np.ndarray, np.ndarray]:
         """Of each prompt that the step drew: its rollouts in all rounds, int64 [N]; whether it had earlier ones when it
         was drawn, bool [N]."""
-        counts, history = (
-            np.concatenate([getattr(a, name) for a in self.allocations]) for name in ("counts", "history")
-        )
+        counts = np.concatenate([a.counts for a in self.allocations])
+        history = np.concatenate([a.history for a in self.allocations])
         positions = np.concatenate(self.origins)
         _, first = np.unique(positions, return_index=True)
         return np.bincount(positions, counts).astype(np.int64), history[first]

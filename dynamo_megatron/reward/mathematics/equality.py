@@ -70,16 +70,11 @@ def _shape(node: Node) -> Node:
         if len(items) == 1:
             return node if items[0] is node else _shape(items[0])  # {(x, y) = (1, 2)}
         return Group(node.kind if several else "list", tuple(items))
-    if (
-        isinstance(node, Relation)
-        and node.signs == ("=",)
-        and all(isinstance(member, Group) and member.kind == "()" for member in node.members)
-    ):  # (x, y) = (1, 2)
-        names, values = (member.items for member in node.members)  # type: ignore[union-attr]
-        if len(names) == len(values) and all(isinstance(name, Symbol) for name in names):
-            pairs = zip(names, values, strict=True)
-            return Group("list", tuple(Relation(("=",), pair) for pair in pairs))
     if isinstance(node, Relation) and node.signs == ("=",):
+        if all(isinstance(member, Group) and member.kind == "()" for member in node.members):  # (x, y) = (1, 2)
+            names, values = (member.items for member in node.members)  # type: ignore[union-attr]
+            if len(names) == len(values) and all(isinstance(name, Symbol) for name in names):
+                return Group("list", tuple(Relation(("=",), pair) for pair in zip(names, values, strict=True)))
         values = _both_signs(node.members[1])
         if len(values) > 1:
             return Group("list", tuple(replace(node, members=(node.members[0], value)) for value in values))
