@@ -145,16 +145,9 @@ class Controller:
         round come from one of several servers."""
         proof, now = self.config.rollout.proof, rounds[-1]
         batch = now.result.batch
-        found = rejections(
-            logprobs,
-            batch.engine_logprobs,
-            batch.response_lengths,
-            batch.weight_versions,
-            step - 1,
-            proof.max_mean_gap,
-            self.config.rollout.max_staleness,
-        )
-        if not found:
+        lengths, versions = batch.response_lengths, batch.weight_versions
+        limits = proof.max_mean_gap, self.config.rollout.max_staleness
+        if not (found := rejections(logprobs, batch.engine_logprobs, lengths, versions, step - 1, *limits)):
             return
         now.kept = np.setdiff1d(now.kept, list(found))
         blamed = Counter(batch.servers[i] for i in found)
@@ -209,8 +202,7 @@ class Controller:
         sampled = self._rules.joined(rounds)
         ratio = None if rounds[0].baseline is None else rounds[0].baseline.score_ratio
         allocations, drawing = [r.allocation for r in rounds], rounds[0].drawing or self._prompts.metrics()
-        origins = [r.origin for r in rounds]
-        return StepRecord(step, allocations, origins, sampled, drawing, ratio, rounds[0].version)
+        return StepRecord(step, allocations, [r.origin for r in rounds], sampled, drawing, ratio, rounds[0].version)
 
     def log(self, record: StepRecord, metrics: Mapping[str, float], batch: TrainBatch, stats: TokenStats) -> None:
         """Writes the step's metrics and allocation, its line for the user, and with `tracking.token_rollouts` the token
@@ -218,8 +210,7 @@ class Controller:
         if count := self.config.tracking.token_rollouts:
             self._journal.tokens(record.step, token_rows(batch, stats, self.config, count))
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        line = step_line(metrics, self.config.trainer.steps, width)
-        self._journal.step(metrics, line, record.allocation_rows())
+        self._journal.step(metrics, step_line(metrics, self.config.trainer.steps, width), record.allocation_rows())
 
     def end_of(self, step: int) -> StepEnd:
         """Decides what comes after `step`. An evaluation from before a kill counts, since the kill may have prevented

@@ -72,9 +72,7 @@ class RoundRules:
 
     def missing(self, rounds: Sequence[Round], prompts: int) -> int:
         """Returns the number of groups with different rewards that a batch of `prompts` still lacks."""
-        for batch in (r.result.batch for r in rounds):
-            prompts -= len(_informative_groups(batch))
-        return prompts
+        return prompts - sum(len(_informative_groups(r.result.batch)) for r in rounds)
 
     def complete(self, rounds: Sequence[Round], prompts: int) -> bool:
         """Whether the step needs no further round."""

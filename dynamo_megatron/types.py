@@ -222,9 +222,8 @@ class ProblemResult:
     @classmethod
     def from_json(cls, line: str) -> ProblemResult:
         """Raises ValueError for text that is not one complete result."""
-        fields = json.loads(line)
         try:
-            return cls(**fields)
+            return cls(**json.loads(line))
         except TypeError as error:
             raise InputError(f"not a problem's result: {error}") from None
 

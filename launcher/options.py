@@ -44,8 +44,7 @@ def completed(options: argparse.Namespace) -> argparse.Namespace:
 def _seconds(time: str) -> int:
     """The seconds of a time limit: minutes, minutes:seconds, hours:minutes:seconds, or days-hours with or without the
     rest. Raises ConfigError."""
-    match = TIME.fullmatch(time)
-    if match is None:
+    if (match := TIME.fullmatch(time)) is None:
         raise ConfigError(f"--time: {time!r} is none of minutes, HH:MM:SS, D-HH, D-HH:MM:SS")
     parts = [int(part) for part in (match["rest"] or time).split(":")]
     hours, minutes, seconds = [*parts, 0, 0][:3] if match["days"] or len(parts) == 3 else [0, *parts, 0][:3]

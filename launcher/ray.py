@@ -236,8 +236,7 @@ class RayRun:
             }
             self._begin(placed, "train", self._words, own)
         for i, placed in enumerate(self._placed[self._ranks :]):
-            words = [*self._words, "--nodes", str(self._servers), "--node", str(i)]
-            self._begin(placed, "serve", words, passed)
+            self._begin(placed, "serve", [*self._words, "--nodes", str(self._servers), "--node", str(i)], passed)
 
     def _begin(self, placed: Placed, command: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
         log = self._output / "logs" / "ray" / f"{placed.name}.log"
@@ -282,8 +281,7 @@ class RayRun:
         running = {p.ended: p for p in self._placed if p.code is None}
         ended, _ = ray.wait(list(running), num_returns=len(running), timeout=POLL_EVERY)
         for reference, placed in running.items():
-            prefix = "" if placed is self._placed[0] else f"[{placed.name}] "
-            placed.print_output(prefix, reference in ended)
+            placed.print_output("" if placed is self._placed[0] else f"[{placed.name}] ", reference in ended)
         for reference in ended:
             placed, code = running[reference], self._get(running[reference], reference)
             if isinstance(code, str):

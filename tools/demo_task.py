@@ -55,10 +55,9 @@ def sums(seed: int, right: bool = False) -> Rows:
                 answer += generator.randint(1, 9)
             # an id a draw: the answers of one problem differ
             warmup.append({"id": f"{a}+{b}/{draw}", "problem": f"{a}+{b}=", "answer": str(answer)})
-    parts = {"pool": pool, "held_out": held_out}
     rows = {
         part: [{"id": f"{a}+{b}", "problem": f"{a}+{b}=", "answer": str(a + b)} for a, b in its]
-        for part, its in parts.items()
+        for part, its in (("pool", pool), ("held_out", held_out))
     }
     return rows | {"warmup": warmup}
 

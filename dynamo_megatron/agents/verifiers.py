@@ -94,8 +94,7 @@ class _Environment:
         return vf.ModelContext("policy", vf.EvalClientConfig(base_url=url, api_key_var="NONE_NEEDED"))
 
     async def _pass_on(self, request: web.Request) -> web.Response:
-        url = self._urls.get(request.headers.get(TRACE, ""))
-        if url is None:
+        if (url := self._urls.get(request.headers.get(TRACE, ""))) is None:
             return web.json_response({"error": {"message": "the episode has ended"}}, status=404)
         body, headers = await request.read(), {"Content-Type": "application/json"}
         async with self._http.post(f"{url}/{request.match_info['route']}", data=body, headers=headers) as reply:

@@ -50,8 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _choose_temporary_folder() -> None:
     """Python does without a TMPDIR that is not there, torch's shared memory does not. Unix sockets have short names."""
-    name = next(filter(os.environ.get, ("TMPDIR", "TEMP", "TMP")), None)
-    if name is None:
+    if (name := next(filter(os.environ.get, ("TMPDIR", "TEMP", "TMP")), None)) is None:
         return
     with contextlib.suppress(OSError):
         usable = tempfile.gettempdir()

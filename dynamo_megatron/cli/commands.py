@@ -275,9 +275,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 _COMMANDS = {
-    "train": _train,
-    "sft": _train,
-    "dpo": _train,
+    **dict.fromkeys(("train", "sft", "dpo"), _train),
     "configs": _configs,
     "preflight": _preflight,
     "serve": _serve,

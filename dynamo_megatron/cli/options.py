@@ -32,8 +32,6 @@ GROUPS = {  # of commands: where the parser has the one that was chosen, and wha
     "convert": ("direction", "a Hugging Face folder to a Megatron checkpoint, or back, or to a folder for peft"),
     "launch": ("launcher", "start a training here, on a SLURM cluster or through nemo-run"),
 }
-
-
 # what each does, the words of an example, its options; in the order of --help
 COMMANDS: dict[str, Sequence[Any]] = {
     "train": (

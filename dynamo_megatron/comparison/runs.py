@@ -142,8 +142,7 @@ async def carry_out(runs: Sequence[PlannedRun], folder: Path, stop: Stop) -> int
                 return stop.code()
             print(f"run {number} of {len(runs)}, {run.name}: started", flush=True)
             start = time.monotonic()
-            outcome = await _train(run, keys, stop)
-            if outcome is None:
+            if (outcome := await _train(run, keys, stop)) is None:
                 return stop.code()
             took = f"finished in {time.monotonic() - start:.0f} s"
             how = took if outcome.finished else f"failed (exit code {outcome.code}): {outcome.said}"

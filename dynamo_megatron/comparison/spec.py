@@ -23,8 +23,6 @@ SET_BY_RUN = {"seed": "seeds", "optimizer.lr": "learning_rates", "output_dir": "
 SERVERS = ("placement", "urls", "api_key_env", "port", "servers", "memory_fraction")
 ADDRESS = (*(f"rollout.{key}" for key in SERVERS), "reward.workers", "parallel.sequence_parallel")
 NOT_FINITE = "NonFiniteError"  # in the last line of a run that failed with NaN or infinity
-
-
 ArmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.+-]+$")]  # it names folders
 
 

@@ -46,12 +46,10 @@ def write_comparison(spec: Spec, runs: Sequence[PlannedRun]) -> int:
     if not (seeds := [seed for seed in spec.seeds if seed not in missing]):
         raise InputError(f"{output}: no seed has runs that have all ended; start it without --table")
     arms = arrays(spec, seeds, outcomes, curves)
-    found = find(arms, spec.control)
-    text = as_markdown(spec, seeds, arms, found, outcomes)
+    text = as_markdown(spec, seeds, arms, find(arms, spec.control), outcomes)
     _write(output / "comparison.md", f"{text}\n")
     print(printable(f"{text}\n\nThese tables are in {output / 'comparison.md'}."))
-    again = [run.name for run, outcome in outcomes.items() if outcome is not None and not outcome.final]
-    if again:
+    if again := [run.name for run, outcome in outcomes.items() if outcome is not None and not outcome.final]:
         show(f"{len(again)} runs failed, the first {again[0]}; the same command tries them again")
     return 1 if again else 0
 

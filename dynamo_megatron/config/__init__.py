@@ -427,8 +427,7 @@ class Config(Section):
         rollout = self.rollout
         if "servers" in rollout.model_fields_set or rollout.placement != "colocated":
             return self
-        servers = nodes * max(1, ranks // nodes // rollout.tp)
-        rollout = rollout.model_copy(update={"servers": servers})
+        rollout = rollout.model_copy(update={"servers": nodes * max(1, ranks // nodes // rollout.tp)})
         rollout.model_fields_set.remove("servers")
         return self.model_copy(update={"rollout": rollout})
 

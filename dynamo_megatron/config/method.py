@@ -102,18 +102,14 @@ class AdvantageConfig(Section):
     entropy_shaping: EntropyShapingConfig | None = None
 
     def faults(self, *, training: bool) -> Iterator[str]:
-        if self.kind == "otb":
-            of_rollouts = ("positive_weight", "normalise", "diversity")
-            yield from self.unused(of_rollouts, "is of a rollout's advantage, and those of kind otb are of tokens")
+        of_rollouts = {"otb": ("positive_weight", "normalise", "diversity"), "gae": ("positive_weight", "diversity")}
+        why = f"is of a rollout's advantage, and those of kind {self.kind} are of tokens"
+        yield from self.unused(of_rollouts.get(self.kind, ()), why)
         if self.normalise == "batch" and self.kind not in ("otb", "gae"):
             why = "normalise batch subtracts the batch mean afterwards: a wrong rollout may get a positive advantage"
             yield from self.unused(["positive_weight"], why)
-        if self.kind == "gae":
-            yield from self.unused(
-                ["positive_weight", "diversity"], "is of a rollout's advantage, and those of kind gae are of tokens"
-            )
-            if self.process.gamma != 1:
-                yield "process.gamma: kind gae discounts by its own gamma; set it to 1.0"
+        if self.kind == "gae" and self.process.gamma != 1:
+            yield "process.gamma: kind gae discounts by its own gamma; set it to 1.0"
         if self.kind != "history" and self.score_ratio not in ("auto", 1):
             yield from self.unused(["score_ratio"], f"no option of kind {self.kind}")
         if self.overlong_buffer is None:
@@ -223,8 +219,7 @@ class KLConfig(Section):
     def faults(self, *, training: bool) -> Iterator[str]:
         if self.coef == 0:
             yield from self.unused(["reference"], "only a coef above 0 uses it")
-            why = "function is about the KL term, which only a coef above 0 turns on"
-            yield from self.unused(["where"], why)
+            yield from self.unused(["where"], "function is about the KL term, which only a coef above 0 turns on")
 
 
 class TeacherConfig(Section):

@@ -65,8 +65,7 @@ class DPOJob(SFTJob):
         weights = np.zeros(len(lengths))
         weights[rows.T] = -np.stack(slopes) / len(losses)
         self._run.phases.begin("update")
-        update = policy.fit(sequences, weights, lr)
-        return update, {
+        return policy.fit(sequences, weights, lr), {
             "dpo/loss": float(losses.mean()),
             "dpo/accuracy": float((chosen > rejected).mean()),
             "dpo/margin": beta * float((chosen - rejected).mean()),

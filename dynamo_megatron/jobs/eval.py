@@ -124,10 +124,8 @@ def _write(config: Config, scores: Mapping[str, Mapping[str, SetScores]], warnin
     """Writes the figures. Raises OSError."""
     summary, how = suite_summary(scores, config.eval.k), scored_by(config)
     temperature = f"temperature {how['eval.temperature']:g}" if how["eval.temperature"] else "greedy"
-    text = (
-        f"{how['eval.data']}: {config.eval.samples} a problem, {temperature}, at most "
-        f"{how['eval.max_new_tokens']} tokens"
-    )
+    limit = f"at most {how['eval.max_new_tokens']} tokens"
+    text = f"{how['eval.data']}: {config.eval.samples} a problem, {temperature}, {limit}"
     text = "\n\n".join([text, suite_table(summary, config.eval.k), *(f"warning: {warning}" for warning in warnings)])
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     (out / "table.md").write_text(f"{text}\n", encoding="utf-8")
@@ -139,10 +137,9 @@ def _problems(config: Config, suite: str | None) -> dict[str, list[Prompt]]:
         return {file_name(Path(config.eval.data or config.data.source).stem): read_problems(config)}
     if config.eval.data is None:
         raise InputError("eval.data: missing; --suite takes its sets from this folder")
-    sets = suite_sets(suite, config.eval.data)
     return {
         name: read_problems(config.model_copy(update={"eval": config.eval.model_copy(update={"data": file})}))
-        for name, file in sets.items()
+        for name, file in suite_sets(suite, config.eval.data).items()
     }
 
 

@@ -42,9 +42,7 @@ if TYPE_CHECKING:
 # Their message says it all; others come with a traceback.
 FORESEEN = (InputError, RolloutError, StatedError, OSError)
 # What gloo, and the client of rank 0's store, say of a rank that has been killed; its launcher says how.
-LOST_CONNECTION = re.compile(
-    r"(?:gloo/transport/|^DistNetworkError: ).*?(Connection \w+ by peer|Broken pipe)", re.DOTALL
-)
+LOST_CONNECTION = re.compile(r"(?s)(?:gloo/transport/|^DistNetworkError: ).*?(Connection \w+ by peer|Broken pipe)")
 LOST = "ConnectionError: lost the connection to another rank"
 ANOTHERS_END = (LOST, "RolloutError: ")
 NEW_FOLDER = 90.0  # seconds until every node sees one: NFS clients remember for 30 to 60 s that there was none
@@ -103,10 +101,9 @@ class Job:
 
     def next_start(self) -> str:
         """The end of the message of a run that was ended early; "" where the disk does not say."""
-        try:
+        with contextlib.suppress(OSError):
             return f"; {after_a_stop(self.output.path)}" if self.output is not None else ""
-        except OSError:
-            return ""
+        return ""
 
     def close(self) -> None:
         """Ends what `prepare` started, whatever has happened."""

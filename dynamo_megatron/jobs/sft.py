@@ -83,8 +83,7 @@ class SFTJob(Job):
         check_vocabulary(config.model.path, spec, self._tokenizer)
         if self._tokenizer.eos_token_id is None:
             raise InputError(f"model.path: the tokenizer of {config.model.path} has no end token to train on")
-        ends = end_token_ids(config.model.path, self._tokenizer)
-        self._answers = Answers(self._tokenizer, config.data, ends)
+        self._answers = Answers(self._tokenizer, config.data, end_token_ids(config.model.path, self._tokenizer))
         if note := self._answers.other_end():
             self.journal.say(f"warning: {note} in {config.model.path}/generation_config.json")
         if marker := self._answers.opens.strip():
@@ -220,10 +219,8 @@ class Answers:
             )
         example = Example([], [])
         example.add(encode_prompt(prompt, self._tokenizer, self._config), False)
-        message, before = (
-            {"role": "assistant", "content": prompt.answer},
-            chat_messages(prompt, self._config.system_prompt),
-        )
+        message = {"role": "assistant", "content": prompt.answer}
+        before = chat_messages(prompt, self._config.system_prompt)
         example.add(self.sampled(self.text_of(prompt, before, message)), True)
         return [example]
 
@@ -297,8 +294,7 @@ class Answers:
                     context = chat.added(messages[:held], messages[held:number], tools, last)
                 if context is None:
                     examples.append(Example([], []))
-                    beginning = replace(prompt, messages=before)
-                    context = encode_prompt(beginning, self._tokenizer, self._config, tools)
+                    context = encode_prompt(replace(prompt, messages=before), self._tokenizer, self._config, tools)
                 examples[-1].add(context, False)
                 *text, end = self.sampled(self.text_of(prompt, before, message))
                 examples[-1].add(text, True)

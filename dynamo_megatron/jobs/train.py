@@ -142,9 +142,8 @@ class TrainJob(Job):
         progress.phase("loading data", unit="problems")
         gc.enable()  # the user's data source may leave cycles
         before = self.output.stream_state()
-        needs_answer = config.needs_answers
         self._stream = open_stream(
-            config.prompt_stream, encode_savable, limit, before, progress.count, needs_answer=needs_answer
+            config.prompt_stream, encode_savable, limit, before, progress.count, needs_answer=config.needs_answers
         )
         prompts = self._stream.prompts
         self._allocator = RolloutAllocator(config.algorithm.allocation)

@@ -50,14 +50,6 @@ def model_spec(config: Config) -> tuple[ModelSpec, str]:
     return FAMILIES[shape["model_type"]].read(shape), f"as published; there is no folder {path}"
 
 
-def plan_of(config: Config, cluster: Cluster, response_tokens: int | None = None) -> Plan:
-    """Raises ConfigError where no plan can be made."""
-    spec, _ = model_spec(config)
-    work = workload(config, spec, response_tokens)
-    check_ranks(config, spec, cluster.gpus)
-    return make_plan(config, spec, cluster, work)
-
-
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of aligned columns, the first row their titles; all but the first column to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -111,8 +103,7 @@ def _servers(plan: Plan) -> list[str]:
 
 def _host_and_disk(plan: Plan) -> list[str]:
     config, nodes = plan.config, plan.cluster.nodes
-    routes = plan.spec.replayed(config.rollout)
-    step = stored_step(config.rollout_budget, plan.work.response, routes, plan.work.prompt)
+    step = stored_step(config.rollout_budget, plan.work.response, plan.spec.replayed(config.rollout), plan.work.prompt)
     kept = config.trainer.steps
     if config.rollout.keep_last is not None:  # none that a resume would need goes
         kept = min(kept, max(config.rollout.keep_last, config.checkpoint.every or kept) + 1)
@@ -186,9 +177,8 @@ def _layouts(config: Config, spec: ModelSpec, cluster: Cluster) -> Iterator[Para
     whole = modulation and (modulation.scope == "micro_batch" or modulation.expectation == "sequence_mean")
     experts = [e for e in _powers(cluster.gpus) if spec.num_experts and spec.num_experts % e == 0] or [1]
     sizes = _powers(cluster.gpus_per_node)
-    for tp, cp, pp, vpp, ep in itertools.product(
-        sizes, [1] if whole else sizes, _powers(cluster.gpus), CHUNKS, experts
-    ):
+    contexts = [1] if whole else sizes
+    for tp, cp, pp, vpp, ep in itertools.product(sizes, contexts, _powers(cluster.gpus), CHUNKS, experts):
         if vpp > 1 and pp == 1:
             continue
         last = next(iter(spec.last_stages(pp, vpp)), None) if spec.num_layers % pp else None
@@ -234,10 +224,12 @@ def plan(options: argparse.Namespace) -> int:
     if gpus > a_node and gpus % a_node:
         raise ConfigError(f"--gpus: {gpus} do not fill nodes of {a_node} (--gpus-per-node)")
     cluster, (spec, origin) = Cluster(GPUS[options.gpu], gpus, min(gpus, a_node)), model_spec(config)
+    work = workload(config, spec, options.response_tokens)
     if options.search:
-        plans = ranked(config, spec, cluster, workload(config, spec, options.response_tokens))
+        plans = ranked(config, spec, cluster, work)
         print(search_table(plans, spec, cluster, origin))
     else:
-        plans = [plan_of(config, cluster, options.response_tokens)]
+        check_ranks(config, spec, gpus)
+        plans = [make_plan(config, spec, cluster, work)]
         print(describe(plans[0], origin))
     return 0 if plans and plans[0].fault is None else 1

@@ -388,8 +388,7 @@ def decode_seconds(config: Config, spec: ModelSpec, gpu: GPU, sequences: float, 
     read += sequences * context * kv_bytes_a_token(spec, tp, dtype)
     if spec.num_experts:
         unread = (1 - spec.router_topk / spec.num_experts) ** sequences
-        width = WIDTH[dtype] if quantization is None else QUANTIZED_BYTES
-        read -= expert_elements(spec) / tp * unread * width
+        read -= expert_elements(spec) / tp * unread * (WIDTH[dtype] if quantization is None else QUANTIZED_BYTES)
     products = 2 * sequences * SequenceCost.of_model(spec).linear
     graphs = "--disable-cuda-graph" not in config.rollout.server_args
     layers = spec.num_layers * rate("decode" if graphs else "decode without graphs")

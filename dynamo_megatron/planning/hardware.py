@@ -39,10 +39,8 @@ def gpu_named(name: str, memory: float) -> GPU | None:
     """The kind of a device that CUDA calls `name` ("NVIDIA H100 80GB HBM3") and that has `memory` bytes; None where it
     is in no row."""
     words = name.replace("-", " ").lower().split()
-    for gpu in GPUS.values():
-        if gpu.name.partition("-")[0] in words and abs(memory / gpu.memory - 1) <= SAME_MEMORY:
-            return gpu
-    return None
+    named = (gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in words)
+    return next((gpu for gpu in named if abs(memory / gpu.memory - 1) <= SAME_MEMORY), None)
 
 
 @dataclass(frozen=True)

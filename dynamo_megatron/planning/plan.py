@@ -212,8 +212,7 @@ def _stage(
     passing = formulas.backward_memory(spec, p, dtype, tokens)
     if stage == p.pp - 1:
         chunk, backend = config.kernels.chunk_tokens, config.kernels.backend
-        head = formulas.head_memory(spec, p, dtype, tokens, chunk, backend, frozen=lora is not None)
-        passing = max(passing, head)
+        passing = max(passing, formulas.head_memory(spec, p, dtype, tokens, chunk, backend, frozen=lora is not None))
     # Adam's temporaries, one float32 value for each of its elements where it is torch's, come after the backward.
     working = max(saved + passing, 0 if on_host else 4 * state.owned)
     training = {
@@ -272,7 +271,6 @@ def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) 
     weights = formulas.server_bytes(spec, rollout.tp, dtype, rollout.quantization)
     pool = max(0.0, rollout.memory_fraction * gpu.memory - weights)
     a_token = formulas.kv_bytes_a_token(spec, rollout.tp, dtype)
-    share = config.rollout_budget / rollout.servers
     return Servers(
         count=rollout.servers,
         tp=rollout.tp,
@@ -281,7 +279,7 @@ def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) 
         kv_bytes_a_token=a_token,
         tokens=pool / a_token,
         longest_sequences=pool / a_token / work.longest,
-        running=min(share, rollout.concurrency, pool / a_token / work.held),
+        running=min(config.rollout_budget / rollout.servers, rollout.concurrency, pool / a_token / work.held),
     )
 
 
@@ -319,11 +317,10 @@ def host_memory(
         if not cuda:
             parts["weights, gradients and optimizer"] = trained * sum(s.total for s in here)
             parts["the servers' weights"] = servers * formulas.weight_bytes(spec, dtype)
+        waiting = sum(s.pinned if cuda else s.parameters + s.optimizer for s in here)
         training = {
             "saving a checkpoint": trained * saved * sum(s.owned for s in here),
-            "what waits while servers generate": offloads
-            * trained
-            * sum(s.pinned if cuda else s.parameters + s.optimizer for s in here),
+            "what waits while servers generate": offloads * trained * waiting,
             "the reference policy": frozen * sum(s.reference if cuda else s.parameters for s in here),
             # Of this step twice, and of those that are sampled ahead.
             "rollouts": (first == 0) * (2 + rollout.max_staleness) * config.rollout_budget * tokens * token,

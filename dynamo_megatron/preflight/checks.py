@@ -440,8 +440,7 @@ async def _try(subject: Subject, process: SGLangServer) -> str:
             ends = end_token_ids(subject.config.model.path, subject.tokenizer)
             rollout = subject.config.rollout.model_copy(update={"stop": []})
             client = SGLangClient(session, process.endpoint, rollout, ends)
-            tokens = subject.tokenizer.encode("1 + 1 =")
-            response = await client.generate("preflight", tokens, max_new_tokens=TOKENS)
+            response = await client.generate("preflight", subject.tokenizer.encode("1 + 1 ="), max_new_tokens=TOKENS)
     finally:
         process.stop()
     if response.error or not response.tokens or len(response.logprobs) != len(response.tokens):

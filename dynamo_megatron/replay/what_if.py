@@ -73,8 +73,7 @@ def _heading(recording: Recording, base: AllocationConfig) -> list[str]:
     ]
     # gvm and cures are not reproducible: a record has only estimates of energies.
     if recording.trainer == "dynamo-megatron" and base.kind not in ("gvm", "cures"):
-        difference = first_difference(steps, replay(steps, base))
-        if difference is None:
+        if (difference := first_difference(steps, replay(steps, base))) is None:
             lines.append(f"Replaying the run's own allocator gives all {visits} counts of allocation.jsonl exactly.")
         else:
             step, prompt_id, recorded, replayed = difference
@@ -156,11 +155,8 @@ def first_difference(steps: Sequence[RecordedStep], counts: np.ndarray) -> tuple
 
 def success_rates(steps: Sequence[RecordedStep]) -> np.ndarray:
     """p of every visit, float64 [V]. A prompt without rollouts gets the rate of all rollouts."""
-    trials: Counter[str] = Counter()
-    won: Counter[str] = Counter()
-    for step in steps:
-        for i, success in zip(step.dispatch, step.successes, strict=True):
-            trials[step.prompt_ids[i]] += 1
-            won[step.prompt_ids[i]] += int(success)
+    seen = [(step.prompt_ids[i], ok) for step in steps for i, ok in zip(step.dispatch, step.successes, strict=True)]
+    trials = Counter(prompt_id for prompt_id, _ in seen)
+    won = Counter(prompt_id for prompt_id, success in seen if success)
     overall = won.total() / max(trials.total(), 1)
     return np.array([won[i] / trials[i] if trials[i] else overall for step in steps for i in step.prompt_ids])

@@ -126,11 +126,10 @@ class SGLangClient:
 
     async def healthy(self, timeout: float) -> bool:
         """Whether /health says 200 within `timeout` seconds. An idle server generates a token for it."""
-        try:
+        with contextlib.suppress(ServerError):
             await self._control(call, "/health", None, timeout)
-        except ServerError:
-            return False
-        return True
+            return True
+        return False
 
     async def kv_cache_share(self, timeout: float) -> float:
         """Share of the server's KV cache in use, asked for `timeout` seconds. Raises RolloutError."""
@@ -224,13 +223,10 @@ class SGLangClient:
         if meta["id"] != request.id:
             raise ValueError(f"a response to {self._own_words(meta['id'])!r}, {request.id!r} was asked for")
         if finish["type"] == "abort":
-            aborted = Response(
-                finish_reason="abort",
-                error=f"{request.name}: the engine aborted it: {self._own_words(finish['message'])}",
-            )
+            why = f"{request.name}: the engine aborted it: {self._own_words(finish['message'])}"
             if not self._config.max_staleness or not meta.get("output_token_logprobs"):
-                return aborted
-            return self._until_aborted(request, self._sampled(request, meta, "length"), aborted.error)
+                return Response(finish_reason="abort", error=why)
+            return self._until_aborted(request, self._sampled(request, meta, "length"), why)
         if isinstance(matched, str) and matched not in request.sampling["stop"]:
             # The engine ends a sequence whose logits are NaN like one that met a stop text.
             return Response(error=f"{request.name}: the engine stopped it: {self._own_words(matched)}")
@@ -276,8 +272,7 @@ class SGLangClient:
             raise ValueError(f"{len(tokens)} tokens, and weight versions of {versions}")
         if finish_reason not in ("stop", "length"):
             raise ValueError(f"finish_reason {finish_reason!r}")
-        routes = self._routes(request, meta, len(tokens))
-        return Response(tokens, logprobs, versions, finish_reason, routes=routes)
+        return Response(tokens, logprobs, versions, finish_reason, routes=self._routes(request, meta, len(tokens)))
 
     def _routes(self, request: GenerateRequest, meta: dict[str, Any], response: int) -> np.ndarray | None:
         """The routes that were asked for, of which SGLang names that of a token after the token itself. `response`:
@@ -361,8 +356,7 @@ class SGLangClient:
         begun = True  # SGLang may have started them, and abort them by their ids later
         with contextlib.suppress(aiohttp.ClientError, *MALFORMED):
             async with self._post(payload) as reply:
-                begun = reply.status == 200
-                if begun:
+                if begun := reply.status == 200:
                     async for event in _events(reply):
                         _answer(left, event)
         for request in left.values():

@@ -87,10 +87,8 @@ class Generator:
         self._scoring = Scoring(config.reward, self._pool, self._tokenizer)
         if config.rollout.agent is not None:
             tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path, config.data.chat_template)
-            length = (
-                config.model.max_length
-                or load_model_config(config.model.path, source=config.model.source).max_positions
-            )
+            model = config.model
+            length = model.max_length or load_model_config(model.path, source=model.source).max_positions
             chat = ChatTokens(tokenizer, self._eos_token_ids, template_variables(config.data))
             self._agents = Agents(config, self._fleet, chat, length, self._vocab_size)
             await self._agents.open(self._stack)

@@ -105,13 +105,10 @@ def interface_of(address: str) -> str | None:
     """The name of the network interface that has an IP address; None where there is none."""
     import psutil  # the launcher for nemo-run has none
 
-    for name, addresses in psutil.net_if_addrs().items():
-        for entry in addresses:
-            if entry.family == family(address) and (
-                entry.address == address or (is_loopback(entry.address) and is_loopback(address))  # all of 127.0.0.0/8
-            ):
-                return name
-    return None
+    entries = [(name, entry) for name, found in psutil.net_if_addrs().items() for entry in found]
+    own = [(name, entry.address) for name, entry in entries if entry.family == family(address)]
+    # A loopback interface has all of 127.0.0.0/8.
+    return next((name for name, a in own if a == address or (is_loopback(a) and is_loopback(address))), None)
 
 
 @contextlib.contextmanager

@@ -105,8 +105,7 @@ def load_callable(spec: str, key: str) -> Callable:
         raise InputError(f"{key}: importing {module_name!r} of {spec!r} failed: {line}") from error
     if not hasattr(module, name):
         raise InputError(f"{key}: {module_name!r} ({getattr(module, '__file__', None)}) has no {name!r}")
-    function = getattr(module, name)
-    if not callable(function):
+    if not callable(function := getattr(module, name)):
         raise InputError(f"{key}: {spec!r} is of type {type(function).__name__} and cannot be called")
     return function
 

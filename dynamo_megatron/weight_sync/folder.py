@@ -63,8 +63,7 @@ def write_huggingface(policy: Policy, folder: Path) -> int:
         empty_folder(folder)
     dist.barrier(group=layout.host)
     for number in range(len(schedule.rounds)):
-        tensors = source.gather(number)
-        if tensors is not None:
+        if (tensors := source.gather(number)) is not None:
             write_bucket(folder, schedule.bucket_of(layout.rank, number).number, tensors)
     if layout.rank == 0:
         write_companions(policy, folder, schedule)
@@ -86,8 +85,7 @@ def write_companions(policy: Policy, folder: Path, schedule: SendSchedule) -> No
     """The index and what is not weights: from the model's folder, but for what config.json says of the weights."""
     file_of = {name: _file(bucket.number) for bucket in schedule.buckets for name in bucket.names}
     write_index(folder, file_of, schedule.nbytes)
-    own = Path(policy.config.output_dir) / CHAT_TEMPLATE_FILE
-    template = None if policy.config.data.chat_template is None else own
+    template = None if policy.config.data.chat_template is None else Path(policy.config.output_dir) / CHAT_TEMPLATE_FILE
     copy_companions(Path(policy.config.model.path), folder, template)
     set_dtype(folder, policy.config.model.dtype, FP8_CONFIG if schedule.quantization else None)
 

@@ -119,8 +119,6 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 HASHES = {"cpu": Sha256, "cuda": TileHash}
-
-
 Expected = list[dict[str, str]]  # by server rank: parameter -> 16 hex digits
 
 

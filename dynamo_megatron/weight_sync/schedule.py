@@ -79,10 +79,8 @@ class SendSchedule:
 
     def dense_bucket(self, stage: int, number: int) -> Bucket | None:
         """What the tensor-parallel ranks of a stage gather together in round `number`."""
-        for bucket in self.rounds[number]:
-            if bucket.sender == stage * self.stage_ranks and not is_expert(bucket.parameters[0]):
-                return bucket
-        return None
+        bucket = self.bucket_of(stage * self.stage_ranks, number)
+        return None if bucket is None or is_expert(bucket.parameters[0]) else bucket
 
 
 def make_schedule(
@@ -216,8 +214,7 @@ class BucketSource:
 
     def _collect(self, bucket: Bucket) -> dict[str, list[torch.Tensor]]:
         """Of every sharded parameter the shards, on the bucket's sender: one gather for all of them."""
-        names = [name for name in bucket.parameters if is_sharded(name)]
-        if not names:
+        if not (names := [name for name in bucket.parameters if is_sharded(name)]):
             return {}
         group = self._layout.tp
         own = [self._parameter(name) for name in names]

@@ -7,6 +7,7 @@ outcomes. A server that fails during a sync is left out of the rest of it: its o
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -144,11 +145,9 @@ class WeightSync:
         """The servers and what they run on, "cpu" or "cuda": external ones perhaps not on what this rank does."""
         endpoints = [] if self._rollout is None else self._rollout.begin_sync(version, on_wait)
         for endpoint in endpoints if self._device is None else ():
-            try:
+            with contextlib.suppress(ServerError):
                 self._device = server_device(endpoint)
                 break
-            except ServerError:
-                continue
         return endpoints, self._device or self._layout.device.type
 
     # -- the steps of a sync ---------------------------------------------------------------------------------------

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from dynamo_megatron.config.files import compose
-from dynamo_megatron.planning.command import UNNEEDED, model_spec, plan_of
+from dynamo_megatron.jobs.start_checks import check_ranks
+from dynamo_megatron.planning.command import UNNEEDED, model_spec
 from dynamo_megatron.planning.hardware import GPUS, Cluster
+from dynamo_megatron.planning.plan import make_plan, workload
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER = CONFIGS / "paper.yaml"
@@ -22,7 +24,9 @@ def planned(hardware, method):
     config, _ = compose([str(file) for file in files], SHAPE if method == "dynamo" else [], UNNEEDED)
     kind, gpus = hardware.parent.name.split("x")
     (gpu,) = (gpu for name, gpu in GPUS.items() if name.startswith(kind))
-    return plan_of(config, Cluster(gpu, int(gpus), 8))
+    spec, _ = model_spec(config)
+    check_ranks(config, spec, int(gpus))
+    return make_plan(config, spec, Cluster(gpu, int(gpus), 8), workload(config, spec))
 
 
 @pytest.mark.parametrize("hardware", ON_HARDWARE, ids=lambda path: f"{path.stem}-{path.parent.name}")

@@ -98,11 +98,9 @@ class ChatTokens:
     def closing_token(self) -> int | None:
         """The first token that the template puts after an answer; None where there is none, or the template renders no
         short conversation."""
-        try:
-            end = self._turn_end
-        except BadRequest:
-            return None
-        return end[0] if end else None
+        with contextlib.suppress(BadRequest):
+            return self._turn_end[0] if self._turn_end else None
+        return None
 
     @property
     def end_token(self) -> int | None:

@@ -182,8 +182,7 @@ class _Attempt:
     @property
     def _said(self) -> tuple[list[Message] | None, list[Message] | None]:
         """`messages` and `tools` of the record: any text may be in them. Answers that were cut short say so."""
-        turns = [turn for turn in self._session.episode.turns if turn.messages]
-        if not turns:
+        if not (turns := [turn for turn in self._session.episode.turns if turn.messages]):
             return None, None
         messages = list(turns[-1].messages)
         for turn in turns:

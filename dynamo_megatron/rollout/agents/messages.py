@@ -93,11 +93,10 @@ def arguments_of(function: Mapping[str, Any]) -> Any:
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return arguments
-    try:
-        read = json.loads(arguments)
-    except ValueError:
-        return arguments
-    return read if isinstance(read, dict) else arguments
+    with contextlib.suppress(ValueError):
+        if isinstance(read := json.loads(arguments), dict):
+            return read
+    return arguments
 
 
 def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Message] | None:

@@ -52,8 +52,7 @@ class SessionService:
         del self._sessions[key]
 
     async def _answer(self, request: web.Request, ask: Ask) -> web.StreamResponse:
-        session = self._sessions.get(request.match_info["key"])
-        if session is None:
+        if (session := self._sessions.get(request.match_info["key"])) is None:
             return _error("the episode has ended", 404)
         try:
             with reading("the request"):

@@ -95,8 +95,7 @@ def load(spec: str) -> Any:
     and TypeError for what cannot be called with a prompt and a session."""
     module, _, name = spec.partition(":")
     sys.path.append(os.getcwd())  # last: a folder in the working directory must not replace an installed package
-    agent = getattr(importlib.import_module(module), name)
-    if not callable(agent):
+    if not callable(agent := getattr(importlib.import_module(module), name)):
         raise TypeError(f"it is {agent!r:.80}, not a function")
     with contextlib.suppress(ValueError):  # compiled functions may have no signature
         inspect.signature(agent, follow_wrapped=False).bind("prompt", "session")

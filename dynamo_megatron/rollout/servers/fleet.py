@@ -181,8 +181,7 @@ class Fleet:
         return server if server is not None and server.endpoint == endpoint else None
 
     def _leave(self, name: str, why: str) -> None:
-        server = self._servers.pop(name, None)
-        if server is not None:
+        if (server := self._servers.pop(name, None)) is not None:
             server.gone.set_result(why)
             self.notes.append(f"{name} left the rotation: {why}")
         elif name not in self._missing:
@@ -233,8 +232,7 @@ class Fleet:
                 failed = {*request.refused, *request.lost}
                 allowed = {name: server for name, server in servers.items() if name not in failed} or servers
                 loads = {name: server.requests for name, server in allowed.items()}
-                name = choose_server(loads, self.config.rollout.concurrency, request.siblings)
-                if name is None:
+                if (name := choose_server(loads, self.config.rollout.concurrency, request.siblings)) is None:
                     kept.append(waiting)
                     if len(allowed) == len(servers):
                         break

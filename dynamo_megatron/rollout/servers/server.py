@@ -136,13 +136,11 @@ def library_path(python: str) -> str | None:
 
     torch finds the runtime by itself. torch_memory_saver's hook, which SGLang preloads for `rollout.offload`, does not.
     """
-    folders = []
-    try:
-        asked = [python, "-P", "-c", CUDA_RUNTIME]
+    folders, asked = [], [python, "-P", "-c", CUDA_RUNTIME]
+    # The server's own start says what is wrong with its interpreter.
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         done = subprocess.run(asked, capture_output=True, text=True, timeout=ASK_TIMEOUT, check=True)
         folders = json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        pass  # the server's own start says what is wrong with its interpreter
     inherited = os.environ.get("LD_LIBRARY_PATH")
     return os.pathsep.join([*folders, *([inherited] if inherited else [])]) or None
 
@@ -271,8 +269,7 @@ class SGLangServer:
     def check(self) -> None:
         """Raises RolloutError, with what its log says, if the server process has ended."""
         assert self._process is not None, "not started"
-        code = self._process.poll()
-        if code is None:
+        if (code := self._process.poll()) is None:
             return
         cause = f"signal {-code}" if code < 0 else f"exit code {code}"
         raise RolloutError(f"the SGLang server ended ({cause}): {self._last_words()}; see {self.log}")

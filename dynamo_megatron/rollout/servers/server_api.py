@@ -98,10 +98,6 @@ def open_session(endpoint: Endpoint) -> None:
     raise ServerError(f"/begin_weight_update said {status}: {endpoint.own_words(reply)}")
 
 
-def close_session(endpoint: Endpoint) -> None:
-    call(endpoint, "/end_weight_update", {}, CONTROL_TIMEOUT)
-
-
 def rest(endpoint: Endpoint) -> None:
     """Ends all requests under way and drops cached prefixes. Raises ServerError."""
     call(endpoint, "/abort_request", {"abort_all": True}, CONTROL_TIMEOUT)

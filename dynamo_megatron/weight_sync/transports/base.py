@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from dynamo_megatron.rollout.servers.server_api import (
+    CONTROL_TIMEOUT,
     TRANSFER_TIMEOUT,
     Endpoint,
     call,
-    close_session,
     open_session,
     set_version,
 )
@@ -58,7 +58,7 @@ class Transport(ABC):
 
     def finish(self, endpoint: Endpoint, version: int) -> None:
         """Rank 0, after all buckets: has the server run the new weights under `version`, with no cached prefix left."""
-        close_session(endpoint)
+        call(endpoint, "/end_weight_update", {}, CONTROL_TIMEOUT)
         set_version(endpoint, version)
 
     def forget(self, endpoint: Endpoint) -> None:  # noqa: B027

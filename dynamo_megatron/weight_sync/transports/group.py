@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 from unittest import mock
 from urllib.parse import urlsplit
 
@@ -71,12 +71,8 @@ class GroupTransport(Transport):
             if self._groups.get(endpoint.name, (None,))[0] != endpoint:
                 self._connect(endpoint)
         _, name, group = self._groups[endpoint.name]
-        payload: dict[str, Any] = {
-            **self._buffer.description(),
-            "group_name": name,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-        }
+        how = {"group_name": name, "load_format": "flattened_bucket", "flush_cache": False}
+        payload = self._buffer.description() | how
         self._synchronize()  # the buffer is filled
         theirs = Call(call, endpoint, "/update_weights_from_distributed", payload, TRANSFER_TIMEOUT)
         # In a thread: NCCL connects in the first broadcast, and is stuck where the server does not take part.

@@ -125,8 +125,7 @@ class IpcTransport(Transport):
         return [e for e in endpoints if (self._ranks[e] or [0])[0] == self._layout.rank]
 
     def send(self, endpoint: Endpoint) -> int:
-        ranks = self._ranks[endpoint]
-        if not ranks:
+        if not (ranks := self._ranks[endpoint]):
             raise ServerError("its GPUs are not those of training ranks: CUDA IPC needs rollout.placement colocated")
         send_handles(endpoint, [self._handles[rank] for rank in ranks])
         return self._size * endpoint.tp
@@ -143,25 +142,21 @@ class IpcTransport(Transport):
     def _locate(self, endpoints: Sequence[Endpoint]) -> None:
         """Finds which training rank is on which server rank's GPU, once for every incarnation. Collective over all
         ranks where there are new servers."""
-        new = [endpoint for endpoint in endpoints if endpoint not in self._ranks]
-        if not new:
+        if not (new := [endpoint for endpoint in endpoints if endpoint not in self._ranks]):
             return
         own = _uuid(self._layout.local_rank)
         mine = {}
-        for endpoint in new:
-            if is_local(endpoint.url):
-                try:
-                    first, step = call_for(
-                        endpoint, "/server_info", None, CONTROL_TIMEOUT, "base_gpu_id", "gpu_id_step"
-                    )
-                except ServerError:
-                    continue  # then no rank is found for it, and `send` says so
-                gpus = [first + rank * step for rank in range(endpoint.tp)]
-                if max(gpus) >= torch.cuda.device_count():
-                    continue
-                uuids = [_uuid(gpu) for gpu in gpus]
-                if own in uuids:
-                    mine[endpoint.name] = uuids.index(own)
+        for endpoint in (e for e in new if is_local(e.url)):
+            try:
+                first, step = call_for(endpoint, "/server_info", None, CONTROL_TIMEOUT, "base_gpu_id", "gpu_id_step")
+            except ServerError:
+                continue  # then no rank is found for it, and `send` says so
+            gpus = [first + rank * step for rank in range(endpoint.tp)]
+            if max(gpus) >= torch.cuda.device_count():
+                continue
+            uuids = [_uuid(gpu) for gpu in gpus]
+            if own in uuids:
+                mine[endpoint.name] = uuids.index(own)
         places = self._layout.gather(mine)
         for endpoint in new:
             found = {place[endpoint.name]: rank for rank, place in enumerate(places) if endpoint.name in place}
