@@ -14,7 +14,6 @@ from dynamo_megatron.config import Config, DataConfig
 from dynamo_megatron.data.sources import NEEDS_CHAT, WAYS
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.spec import ModelSpec
-from dynamo_megatron.rollout.agents.messages import with_objects
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.types import Prompt
@@ -142,13 +141,27 @@ def _chat_tokens(
     messages, variables = chat_messages(prompt, config.system_prompt), template_variables(config)
     try:
         with contextlib.suppress(TypeError):  # of DeepSeek's, which joins texts
-            return rendered_ids(tokenizer, [with_objects(message) for message in messages], tools, variables)
+            return rendered_ids(tokenizer, [_with_objects(message) for message in messages], tools, variables)
         return rendered_ids(tokenizer, messages, tools, variables)
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise InputError(
             f"prompt {prompt.prompt_id!r}: the chat template of {config.chat_template or tokenizer.name_or_path} fails "
             f"on it: {error_line(error)}"
         ) from error
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """With the arguments of tool calls as objects, which most chat templates expect, where they are JSON texts as in
+    OpenAI's format."""
+
+    def read(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            return call
+        return call | {"function": {k: plain_json.object_in(v) if k == "arguments" else v for k, v in function.items()}}
+
+    calls = message.get("tool_calls")
+    return message | {"tool_calls": [read(call) for call in calls]} if isinstance(calls, list) else message
 
 
 def rendered_ids(

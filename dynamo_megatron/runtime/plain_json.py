@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,14 @@ def parse(text: str | bytes, where: str, nan: bool = False) -> Any:
         raise InputError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start}") from None
     except (ValueError, TypeError) as error:  # TypeError: half of a surrogate pair in a str
         raise InputError(f"{where}: not JSON: {on_one_line(str(error), 200)}") from None
+
+
+def object_in(value: Any) -> Any:
+    """Returns the object whose JSON the text `value` is; `value` itself where it is none."""
+    with contextlib.suppress(ValueError):
+        if isinstance(value, str) and isinstance(read := json.loads(value), dict):
+            return read
+    return value
 
 
 def read_object(file: Path) -> dict[str, Any]:

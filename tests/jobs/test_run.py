@@ -61,7 +61,7 @@ def test_what_cuda_and_nccl_read_is_set_before_a_rank_asks_for_a_gpu(keys, given
     for name in VARIABLES:
         monkeypatch.setenv(name, "")  # what a rank sets goes after the test
         monkeypatch.delenv(name)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", **given}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", **given}.items():
         monkeypatch.setenv(name, value)
     seen = []
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import error_line
 
 Message = dict[str, Any]
@@ -70,33 +70,9 @@ def normalised_calls(calls: Any, where: str) -> list[Message]:
 
 
 def _call(call: Mapping[str, Any]) -> Message:
-    arguments = arguments_of(call["function"])
+    arguments = plain_json.object_in(call["function"].get("arguments"))
     function = {"name": call["function"]["name"], "arguments": {} if arguments is None else arguments}
     return {"id": str(call.get("id", "")), "type": "function", "function": function}
-
-
-def with_objects(message: Message) -> Message:
-    """With the arguments of tool calls as objects, which most chat templates expect, where they are texts as in
-    OpenAI's format; the rest as it is."""
-    calls = message.get("tool_calls")
-    return message | {"tool_calls": [_with_object(call) for call in calls]} if isinstance(calls, list) else message
-
-
-def _with_object(call: Any) -> Any:
-    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
-        return call
-    return call | {"function": {k: arguments_of(function) if k == "arguments" else v for k, v in function.items()}}
-
-
-def arguments_of(function: Mapping[str, Any]) -> Any:
-    """Of a call: the object where they are one, or its JSON; else what is there."""
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return arguments
-    with contextlib.suppress(ValueError):
-        if isinstance(read := json.loads(arguments), dict):
-            return read
-    return arguments
 
 
 def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Message] | None:
