@@ -90,7 +90,7 @@ class PackedAttention(MegatronModule):
     that of Megatron's `window_size` and `window_attn_skip_freq`. With Megatron's `softmax_type: learnable` it has
     attention sinks: a learnt logit of each head, `softmax_offset` [heads/tp], beside the scores of every query.
 
-    query [t, heads/tp, d], key [t, kv heads/tp, d], value [t, kv heads/tp, d'] -> [t, heads/tp * d']; the segments are
+    q [t, heads/tp, d], k [t, kv heads/tp, d], v [t, kv heads/tp, d'] -> [t, heads/tp * d']; the segments are
     those of `packed_seq_params` (`Segments`). Context-parallel ranks gather each other's keys and values.
     """
 
@@ -117,8 +117,7 @@ class PackedAttention(MegatronModule):
         small = width <= 256 and width % 8 == 0 and k_channels == v_channels
         self.at_once = torch.cuda.is_available() and varlen.AT_ONCE and half and small and self.cp.size() == 1
 
-    def forward(self, query, key, value, attention_mask, *, packed_seq_params, **_) -> torch.Tensor:
-        q, k, v = (x.reshape(x.shape[0], -1, x.shape[-1]) for x in (query, key, value))
+    def forward(self, q, k, v, attention_mask, *, packed_seq_params, **_) -> torch.Tensor:
         if self.at_once:
             bounds = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
             v = v.contiguous()  # saved as a view it would keep queries, keys and values before RoPE

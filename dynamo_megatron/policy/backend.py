@@ -157,6 +157,10 @@ def use_layer_functions(dtype: torch.dtype, transformer_engine: bool) -> None:
     fused_bias_swiglu.swiglu = fused_bias_swiglu.weighted_swiglu = layers.swiglu
     fused_bias_swiglu.swiglu_back = lambda gradient, y: layers.swiglu_gradient(gradient, y)[0]
     fused_bias_swiglu.weighted_swiglu_back = layers.swiglu_gradient
+    if isinstance(trained := fused_bias_swiglu.SwiGLUFunction, type):  # not done yet
+        fused_bias_swiglu.SwiGLUFunction = SimpleNamespace(
+            apply=lambda y, *options: trained.apply(y, *options) if torch.is_grad_enabled() else layers.swiglu(y)
+        )
     assert hasattr(fused_bias_geglu, "geglu") and hasattr(fused_bias_geglu, "geglu_back"), "megatron-core moved geglu"
     fused_bias_geglu.geglu, fused_bias_geglu.geglu_back = layers.geglu, layers.geglu_gradient
     if transformer_engine:
