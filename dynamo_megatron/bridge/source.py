@@ -98,7 +98,7 @@ class BridgeModel(PolicyModel):
     def convert(self, name: str, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """This rank's values of a unit's parameters from the folder's tensors."""
         parts = self.units[name].parts
-        if name in (EMBEDDING, OUTPUT_LAYER):
+        if self.padding and name in (EMBEDDING, OUTPUT_LAYER):
             tensors = {tensor: F.pad(value, (0, 0, 0, self.padding)) for tensor, value in tensors.items()}
         weights = self._bridge.maybe_modify_loaded_hf_weight(parts[0][0].hf_param, tensors)
         return [mapping.hf_to_megatron(weights, module) for mapping, module, _ in parts]

@@ -75,6 +75,8 @@ def _train(options: argparse.Namespace) -> int:
     config, origins = compose(options.files, options.keys, pairs)
     if pairs is None and config.dpo is not None:
         raise ConfigError(f"dpo: is for the command dpo; take it out of what {options.command} reads")
+    if pairs is not None and config.dpo is None:
+        raise ConfigError("dpo: the section is empty; set a key of it, or leave it out")
     if "RANK" in os.environ:
         os.environ |= {**config.rank_variables(), **os.environ}  # before anything uses CUDA
     with _loading_packages():
@@ -190,10 +192,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
     if (options.path is None) == (options.diff is None):
         options.subparser.error("give one PATH, or --diff A B")
-    try:
-        return inspect_command(options.path, options.diff)
-    except OSError as error:
-        raise ConfigError(str(error)) from None
+    return inspect_command(options.path, options.diff)
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -123,7 +123,7 @@ def _merge(
             field = SECTIONS[at][name]
             given = value is not None or isinstance(new, _Part) or type(None) in _kinds(field.annotation)
             if path in SECTIONS and not given:
-                continue  # a section of a file whose keys are all comments
+                continue  # a section whose keys are all comments
             if isinstance(value, bool) and bool not in (kinds := {*_kinds(field.annotation)}) and kinds & {int, float}:
                 yield f"{origin}: {'.'.join(path)}: needs a number, got {str(value).lower()}"
                 continue

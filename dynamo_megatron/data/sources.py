@@ -349,7 +349,7 @@ def _plain(value: Any) -> Any:
 
 
 def _digest(*values: Any) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of plain data, or of sets of it."""
+    """The first 16 hexadecimal digits of the SHA-256 of plain data, or of sets of texts or numbers."""
     try:
         canonical = json.dumps(values, sort_keys=True, ensure_ascii=False, default=_plain)
     except TypeError:  # keys that JSON has not

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 from collections.abc import Mapping
 from pathlib import Path
@@ -140,9 +139,7 @@ def _chat_tokens(
         )
     messages, variables = chat_messages(prompt, config.system_prompt), template_variables(config)
     try:
-        with contextlib.suppress(TypeError):  # of DeepSeek's, which joins texts
-            return rendered_ids(tokenizer, [_with_objects(message) for message in messages], tools, variables)
-        return rendered_ids(tokenizer, messages, tools, variables)
+        return rendered_ids(tokenizer, [_with_objects(message) for message in messages], tools, variables)
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise InputError(
             f"prompt {prompt.prompt_id!r}: the chat template of {config.chat_template or tokenizer.name_or_path} fails "
@@ -150,15 +147,33 @@ def _chat_tokens(
         ) from error
 
 
+class Arguments(dict[str, Any]):
+    """Of a tool call: the object that most chat templates expect, and where one prints or joins it, as DeepSeek's does,
+    the JSON text that it was in OpenAI's format."""
+
+    def __init__(self, text: str, read: dict[str, Any]) -> None:
+        super().__init__(read)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, after: str) -> str:
+        return self._text + after
+
+    def __radd__(self, before: str) -> str:
+        return before + self._text
+
+
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """With the arguments of tool calls as objects, which most chat templates expect, where they are JSON texts as in
-    OpenAI's format."""
+    """With the arguments of tool calls that are JSON texts as `Arguments`."""
 
     def read(call: Any) -> Any:
         function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
+        text = function.get("arguments") if isinstance(function, dict) else None
+        if not isinstance(text, str) or not isinstance(found := plain_json.object_in(text), dict):
             return call
-        return call | {"function": {k: plain_json.object_in(v) if k == "arguments" else v for k, v in function.items()}}
+        return call | {"function": function | {"arguments": Arguments(text, found)}}
 
     calls = message.get("tool_calls")
     return message | {"tool_calls": [read(call) for call in calls]} if isinstance(calls, list) else message

@@ -270,7 +270,8 @@ class Answers:
         if not (beside or closes):
             return plain
         try:
-            text = self._chat.rendered(before, _readable(message), tools_of(prompt))
+            *before, message = map(_readable, (*before, message))
+            text = self._chat.rendered(before, message, tools_of(prompt))
             end = FINAL.search(text) if cut and not (content or message.get("tool_calls")) else None
             return text[: end.start()].rstrip() if end else text
         except BadRequest as error:

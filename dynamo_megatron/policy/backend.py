@@ -152,7 +152,7 @@ def use_layer_functions(dtype: torch.dtype, transformer_engine: bool) -> None:
 
     if _mode is not None:
         _mode.enter_layers(dtype)
-    for name in ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back"):
+    for name in ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back", "SwiGLUFunction"):
         assert hasattr(fused_bias_swiglu, name), f"megatron-core moved {name}"
     fused_bias_swiglu.swiglu = fused_bias_swiglu.weighted_swiglu = layers.swiglu
     fused_bias_swiglu.swiglu_back = lambda gradient, y: layers.swiglu_gradient(gradient, y)[0]

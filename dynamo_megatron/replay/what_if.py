@@ -155,8 +155,11 @@ def first_difference(steps: Sequence[RecordedStep], counts: np.ndarray) -> tuple
 
 def success_rates(steps: Sequence[RecordedStep]) -> np.ndarray:
     """p of every visit, float64 [V]. A prompt without rollouts gets the rate of all rollouts."""
-    seen = [(step.prompt_ids[i], ok) for step in steps for i, ok in zip(step.dispatch, step.successes, strict=True)]
-    trials = Counter(prompt_id for prompt_id, _ in seen)
-    won = Counter(prompt_id for prompt_id, success in seen if success)
+    trials: Counter[str] = Counter()
+    won: Counter[str] = Counter()
+    for step in steps:
+        for i, success in zip(step.dispatch, step.successes, strict=True):
+            trials[step.prompt_ids[i]] += 1
+            won[step.prompt_ids[i]] += int(success)
     overall = won.total() / max(trials.total(), 1)
     return np.array([won[i] / trials[i] if trials[i] else overall for step in steps for i in step.prompt_ids])

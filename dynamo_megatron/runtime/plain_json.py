@@ -28,7 +28,7 @@ def parse(text: str | bytes, where: str, nan: bool = False) -> Any:
 
 def object_in(value: Any) -> Any:
     """Returns the object whose JSON the text `value` is; `value` itself where it is none."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         if isinstance(value, str) and isinstance(read := json.loads(value), dict):
             return read
     return value

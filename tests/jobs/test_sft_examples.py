@@ -91,6 +91,12 @@ def test_messages_of_a_preference_are_rendered_as_those_of_a_conversation():
     prompt, plain = Prompt("p", [*asked, answer, said("user", "")]), DataConfig(source="x", template="{prompt}")
     assert Answers(TOKENIZER, DATA, ENDS).text_of(prompt, asked, answer) == f"\n{CALL}"
     assert CALL in TOKENIZER.decode(encode_prompt(prompt, TOKENIZER, DATA))  # and those before it
+    for joined in (" + call.function.arguments", " ~ call.function.arguments"):  # DeepSeek's takes the text
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = tokenizer.chat_template.replace(
+            "call.function | tojson", f"call.function.name{joined}"
+        )
+        assert f"add{json.dumps(ARGUMENTS)}" in tokenizer.decode(encode_prompt(prompt, tokenizer, DATA))
     with pytest.raises(InputError, match=r"^prompt 'p': tool_calls need data\.template: chat$"):
         Answers(TOKENIZER, plain, ENDS).text_of(prompt, asked, answer)
 
