@@ -60,9 +60,9 @@ class StepSession:
     ) -> set[str]:
         """Keeps what an interrupted run left of these rollouts, the `lines` of their groups: those that weights of
         `versions` sampled. `largest`: tokens of an episode with all its segments. `trained`: the step has been trained
-        on without the failed, aborted and rejected ones, and is again; else they are sampled anew. Of several lines
-        with one rollout_id the last one counts. Returns the ids of all others: a later resume must not find them, since
-        a version's weights may be others then."""
+        on, without the failed, aborted and rejected ones and with 0 for failed rewards, and is again; else these are
+        sampled anew. Of several lines with one rollout_id the last one counts. Returns the ids of all others: a later
+        resume must not find them, since a version's weights may be others then."""
         discarded: dict[str, str] = {}
         not_wanted: set[str] = set()
         for rollout in lines:
@@ -71,8 +71,11 @@ class StepSession:
                 continue
             for earlier in (self.outcomes, self.batches, discarded):
                 earlier.pop(name, None)
-            as_before = trained and rollout.status in NOT_TRAINED
-            if not as_before and (why := _unwanted(rollout, request.prompt, versions, max_new_tokens, largest)):
+            if trained and rollout.status in NOT_TRAINED:
+                self.keep(rollout, "")
+            elif not trained and rollout.status in UNSCORED:  # its user may have repaired the reward function
+                discarded[name] = f"with reward 0 for a {rollout.status}"
+            elif why := _unwanted(rollout, request.prompt, versions, max_new_tokens, largest):
                 discarded[name] = why
             else:
                 self.keep(rollout, "")
@@ -143,8 +146,6 @@ def _unwanted(rollout: Rollout, prompt: Prompt, versions: range, max_new_tokens:
     """Returns why the rollout is not wanted; "" where it is. `prompt`: of the request with its id."""
     if rollout.status in NOT_TRAINED:
         return rollout.status
-    if rollout.status in UNSCORED:  # its user may have repaired the reward function
-        return f"with reward 0 for a {rollout.status}"
     # An agent makes requests of its own.
     own = rollout.episode is not None or rollout.tokens[: rollout.response_mask.count(0)] == prompt.tokens
     if rollout.prompt_id != prompt.prompt_id or not own:

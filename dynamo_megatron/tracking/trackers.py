@@ -93,9 +93,11 @@ class MlflowTracker:
         self._sent.append(self._mlflow.log_metrics(metrics, row["step"], synchronous=False))
 
     def close(self) -> None:
-        for sent in self._sent:
-            sent.wait()
-        self._mlflow.end_run()
+        try:
+            for sent in self._sent:
+                sent.wait()
+        finally:
+            self._mlflow.end_run()
 
 
 KINDS = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker, "mlflow": MlflowTracker}

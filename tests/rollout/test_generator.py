@@ -80,8 +80,10 @@ def test_a_step_that_samples_anew_takes_the_rollouts_of_later_steps_away(with_ge
             await generated(generator, step, PROMPTS, counts, 0)
         assert (await generated(generator, 1, PROMPTS, counts, 0)).reused == 4
         store = RolloutStore(tmp_path)
-        first, second, *_ = (r.rollout_id for r in read_rollouts(step_file(tmp_path, 2)))
+        stored = list(read_rollouts(step_file(tmp_path, 2)))
+        first, second = (rollout.rollout_id for rollout in stored[:2])
         store.reject(2, [first])
+        store.append(dataclasses.replace(stored[2], status="reward_timeout"))
         whole = await generated(generator, 2, PROMPTS, counts, 0)
         assert (whole.reused, whole.counts["rejected"], len(whole.batch.rewards)) == (4, 1, 3)
         store.discard(2, [second])
