@@ -409,10 +409,11 @@ class Fleet:
 
     def rejected(self, shares: Mapping[str, float]) -> None:
         """`shares`: the share of each server's rollouts that were rejected, since they were not sampled from the
-        policy. Above REJECTED_SHARE the server is restarted."""
+        policy. Above REJECTED_SHARE the server is restarted, unless it was meanwhile."""
         for name, share in shares.items():
-            if share > REJECTED_SHARE and name in self._servers:
-                self.mark_failed(self._servers[name].endpoint, f"{share:.0%} of its rollouts were rejected")
+            server = self._servers.get(name)
+            if share > REJECTED_SHARE and server is not None and server.version is not None:
+                self.mark_failed(server.endpoint, f"{share:.0%} of its rollouts were rejected")
 
     # -- use -------------------------------------------------------------------------------------------------------
     def work_begins(self) -> None:
