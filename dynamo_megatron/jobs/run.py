@@ -102,8 +102,7 @@ class Job:
     def next_start(self) -> str:
         """The end of the message of a run that was ended early; "" where the disk does not say."""
         with contextlib.suppress(OSError):
-            staleness = self.config.rollout.max_staleness
-            return f"; {after_a_stop(self.output.path, staleness)}" if self.output is not None else ""
+            return f"; {after_a_stop(self.output.path)}" if self.output is not None else ""
         return ""
 
     def close(self) -> None:

@@ -23,13 +23,12 @@ def stored_step(
     return rollouts * (STORED_ROLLOUT + response_tokens * STORED_TOKEN + routed)
 
 
-def after_a_stop(output: Path, max_staleness: int) -> str:
+def after_a_stop(output: Path) -> str:
     """What a run in `output` that was stopped early has kept, and what the same command does next: for its last
     message."""
     last = latest_checkpoint(output / "checkpoints")
     step = 0 if last is None else last[0]
     *_, newest = (0, *step_files(output))
-    newest = min(newest, step + 1 + max_staleness) if max_staleness else newest  # the others are of weights that go
     kept = f"; the rollouts of the steps from {step + 1} to {newest} are kept" if newest > step else ""
     if last is not None:
         return f"the same command resumes from the checkpoint of step {step}{kept}"

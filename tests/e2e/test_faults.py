@@ -76,7 +76,7 @@ def test_a_rank_killed_while_rollouts_are_generated(workspace, start_run, step_l
     assert processes and segments and ports
     next(p for p in run.family if p.is_running() and p.environ().get("RANK") == rank).kill()
     assert run.wait() == 1
-    again = after_a_stop(output, 0)
+    again = after_a_stop(output)
     assert run.text.splitlines()[-1] == f"rank {rank} was ended by SIGKILL; {again}"
     assert run.left_behind() == []
     assert not [segment for segment in segments if Path(segment).exists()]
