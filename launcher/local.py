@@ -51,6 +51,8 @@ def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
     port = free_port()
     for rank in range(ranks):
         processes.append(_start(arguments, rank, ranks, port))
+    for number in list(received):  # which not all of them have got
+        pass_on(number, None)
     deadline = first_bad = None
     while any(p.poll() is None for p in processes):
         bad = [(p.returncode, rank) for rank, p in enumerate(processes) if p.poll() not in (None, 0, 75)]

@@ -38,9 +38,11 @@ class RunRecord:
         return np.where(np.isfinite(found), found, np.nan)
 
     def pass_at(self, k: int) -> np.ndarray:
-        """float64 [evaluations, 4]: step, pass@k and the ends of its interval, for the evaluations that have pass@k."""
+        """float64 [evaluations, 4]: step, pass@k and the ends of its interval, for the evaluations that have pass@k
+        and are of the last one's problems and sampling."""
         name = f"eval/pass@{k}"
-        rows = [[e["step"], e[name], e[f"{name}_low"], e[f"{name}_high"]] for e in self.evaluations if name in e]
+        alike = [e for e in self.evaluations if e.get("eval/of") == self.evaluations[-1].get("eval/of") and name in e]
+        rows = [[e["step"], e[name], e[f"{name}_low"], e[f"{name}_high"]] for e in alike]
         return np.array(rows, np.float64).reshape(-1, 4)
 
     @property

@@ -50,6 +50,11 @@ class Journal:
         self._trackers = Trackers(self._config, start, self.say)
         rows = read_rows(self._folder / "evaluations.jsonl", "step")
         self._evaluations = [row for row in rows if row.get("eval/of") == self._of]
+        exported = exported_step(self._folder / "hf") if self._config.checkpoint.export_hf == "best" else None
+        kept = self._folder / f"hf-step-{exported or 0:06d}"
+        if exported is not None and self._scores.get(exported, -1.0) < 0 and not kept.exists():
+            (self._folder / "hf").rename(kept)  # else the next one would take its place
+            self.say(f"hf had the best step of another evaluation, {exported}: it is {kept.name} now")
 
     def step(self, metrics: Mapping[str, Any], line: str | None, allocation: Iterable[Mapping[str, Any]] = ()) -> None:
         """A step's metrics and allocation; `line` is what the screen gets of it."""

@@ -3,7 +3,7 @@
 import pytest
 
 from dynamo_megatron.checkpoint.folder import write_manifest
-from dynamo_megatron.checkpoint.safetensors_folder import EXPORT_FILE
+from dynamo_megatron.checkpoint.safetensors_folder import EXPORT_FILE, exported_step
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.store import step_files
 from dynamo_megatron.tracking.journal import Journal, last_line
@@ -74,6 +74,6 @@ def test_scores_of_other_problems_are_not_compared(tmp_path):
         (tmp_path / "run" / "hf" / EXPORT_FILE).write_text(f'{{"step": {exported}}}')
         assert journal.best(step) == better
     journal = opened(limit=5)
-    assert not journal.evaluated(8)
+    assert not journal.evaluated(8) and exported_step(tmp_path / "run" / "hf-step-000008") == 8  # it is kept
     journal.evaluation(summary(16, 0.3))
     assert journal.best(16)

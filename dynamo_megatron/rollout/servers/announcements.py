@@ -101,7 +101,7 @@ class NodeSide:
     """A node's side: writes what the node's Supervisor reports to files. Call `join` first."""
 
     def __init__(self, output_dir: str | os.PathLike, names: Collection[str]):
-        self._folder, self._names = servers_folder(output_dir), names
+        self._folder = servers_folder(output_dir)
         self._run = _Watched(self._folder / RUN)
         self._token = ""
         self._incarnations = dict.fromkeys(names, 0)
@@ -143,8 +143,8 @@ class NodeSide:
             await asyncio.sleep(BEAT_EVERY)
 
     def leave(self) -> None:
-        """Removes this node's files."""
-        for name in self._names:
+        """Removes the files that this process has written: others may be of another start of the run."""
+        for name in self._said:
             _remove(self._folder / f"{name}.json")
 
     def _say(self, name: str, incarnation: int, what: dict[str, Any]) -> None:
