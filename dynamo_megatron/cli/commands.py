@@ -192,7 +192,12 @@ def _inspect(options: argparse.Namespace) -> int:
 
     if (options.path is None) == (options.diff is None):
         options.subparser.error("give one PATH, or --diff A B")
-    return inspect_command(options.path, options.diff)
+    try:
+        return inspect_command(options.path, options.diff)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _plan(options: argparse.Namespace) -> int:

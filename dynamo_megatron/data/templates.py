@@ -139,41 +139,23 @@ def _chat_tokens(
         )
     messages, variables = chat_messages(prompt, config.system_prompt), template_variables(config)
     try:
-        return rendered_ids(tokenizer, [_with_objects(message) for message in messages], tools, variables)
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        return rendered_ids(tokenizer, [with_objects(message) for message in messages], tools, variables)
+    except (TemplateError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(
             f"prompt {prompt.prompt_id!r}: the chat template of {config.chat_template or tokenizer.name_or_path} fails "
             f"on it: {error_line(error)}"
         ) from error
 
 
-class Arguments(dict[str, Any]):
-    """Of a tool call: the object that most chat templates expect, and where one prints or joins it, as DeepSeek's does,
-    the JSON text that it was in OpenAI's format."""
-
-    def __init__(self, text: str, read: dict[str, Any]) -> None:
-        super().__init__(read)
-        self._text = text
-
-    def __str__(self) -> str:
-        return self._text
-
-    def __add__(self, after: str) -> str:
-        return self._text + after
-
-    def __radd__(self, before: str) -> str:
-        return before + self._text
-
-
-def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """With the arguments of tool calls that are JSON texts as `Arguments`."""
+def with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """With the arguments of tool calls, which are JSON texts in OpenAI's format, as objects (`plain_json.ReadObject`),
+    which most chat templates expect."""
 
     def read(call: Any) -> Any:
         function = call.get("function") if isinstance(call, dict) else None
-        text = function.get("arguments") if isinstance(function, dict) else None
-        if not isinstance(text, str) or not isinstance(found := plain_json.object_in(text), dict):
+        if not isinstance(function, dict) or "arguments" not in function:
             return call
-        return call | {"function": function | {"arguments": Arguments(text, found)}}
+        return call | {"function": function | {"arguments": plain_json.object_in(function["arguments"])}}
 
     calls = message.get("tool_calls")
     return message | {"tool_calls": [read(call) for call in calls]} if isinstance(calls, list) else message

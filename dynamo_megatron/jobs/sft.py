@@ -28,6 +28,7 @@ from dynamo_megatron.data.templates import (
     end_token_ids,
     load_tokenizer,
     template_variables,
+    with_objects,
 )
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.jobs.output_dir import OutputDir
@@ -270,8 +271,8 @@ class Answers:
         if not (beside or closes):
             return plain
         try:
-            *before, message = map(_readable, (*before, message))
-            text = self._chat.rendered(before, message, tools_of(prompt))
+            before = [with_objects(earlier) for earlier in before]
+            text = self._chat.rendered(before, _readable(message), tools_of(prompt))
             end = FINAL.search(text) if cut and not (content or message.get("tool_calls")) else None
             return text[: end.start()].rstrip() if end else text
         except BadRequest as error:

@@ -215,7 +215,8 @@ class Generator:
 
     def _check_rewards(self, session: StepSession) -> None:
         """Raises RewardError where all rewards of UNSCORED_STEPS steps in a row have failed."""
-        self._unscored_steps = self._unscored_steps + 1 if session.all_unscored else 0
+        unscored = session.all_unscored and session.reused < len(session.wanted)
+        self._unscored_steps = self._unscored_steps + 1 if unscored else 0
         if self._unscored_steps == UNSCORED_STEPS:
             raise RewardError(
                 f"step {session.step}: not one rollout of {UNSCORED_STEPS} steps in a row could be scored; the last "

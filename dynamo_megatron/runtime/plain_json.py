@@ -26,11 +26,28 @@ def parse(text: str | bytes, where: str, nan: bool = False) -> Any:
         raise InputError(f"{where}: not JSON: {on_one_line(str(error), 200)}") from None
 
 
+class ReadObject(dict[str, Any]):
+    """An object that was JSON text: printed or joined with text, as DeepSeek's chat template does, it is this text."""
+
+    def __init__(self, text: str, read: dict[str, Any]) -> None:
+        super().__init__(read)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, after: str) -> str:
+        return self._text + after
+
+    def __radd__(self, before: str) -> str:
+        return before + self._text
+
+
 def object_in(value: Any) -> Any:
-    """Returns the object whose JSON the text `value` is; `value` itself where it is none."""
+    """Returns the object whose JSON the text `value` is, as a ReadObject; `value` itself where it is none."""
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(value, str) and isinstance(read := json.loads(value), dict):
-            return read
+            return ReadObject(value, read)
     return value
 
 

@@ -54,7 +54,7 @@ class Journal:
         kept = self._folder / f"hf-step-{exported or 0:06d}"
         if exported is not None and self._scores.get(exported, -1.0) < 0 and not kept.exists():
             (self._folder / "hf").rename(kept)  # else the next one would take its place
-            self.say(f"hf had the best step of another evaluation, {exported}: it is {kept.name} now")
+            self.say(f"hf has a step without a score to compare, {exported}: it is {kept.name} now")
 
     def step(self, metrics: Mapping[str, Any], line: str | None, allocation: Iterable[Mapping[str, Any]] = ()) -> None:
         """A step's metrics and allocation; `line` is what the screen gets of it."""

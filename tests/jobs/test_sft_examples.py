@@ -97,6 +97,7 @@ def test_messages_of_a_preference_are_rendered_as_those_of_a_conversation():
             "call.function | tojson", f"call.function.name{joined}"
         )
         assert f"add{json.dumps(ARGUMENTS)}" in tokenizer.decode(encode_prompt(prompt, tokenizer, DATA))
+        assert json.dumps(ARGUMENTS) in Answers(tokenizer, DATA, ENDS).text_of(prompt, asked, answer)
     with pytest.raises(InputError, match=r"^prompt 'p': tool_calls need data\.template: chat$"):
         Answers(TOKENIZER, plain, ENDS).text_of(prompt, asked, answer)
 

@@ -409,7 +409,7 @@ class Fleet:
 
     def rejected(self, shares: Mapping[str, float]) -> None:
         """`shares`: the share of each server's rollouts that were rejected, since they were not sampled from the
-        policy. Above REJECTED_SHARE the server is restarted, unless it was meanwhile."""
+        policy. Above REJECTED_SHARE the server is restarted, unless it waits for weights after another start."""
         for name, share in shares.items():
             server = self._servers.get(name)
             if share > REJECTED_SHARE and server is not None and server.version is not None:
