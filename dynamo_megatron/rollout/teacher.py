@@ -62,6 +62,7 @@ def check_teacher(teacher: TeacherConfig, tokenizer: Any, rows: int, longest: in
     take sequences of `longest` tokens."""
     warning = None
     if teacher.is_url:
+        endpoint = _endpoint(teacher)
         added = tokenizer.get_added_vocab()
         text = PROBE + "".join(token for token in sorted(added, key=added.get) if added[token] < rows)
         try:
@@ -70,7 +71,7 @@ def check_teacher(teacher: TeacherConfig, tokenizer: Any, rows: int, longest: in
             lacks = "; a teacher's server needs its tokenizer: start it without --skip-tokenizer-init"
             raise InputError(f"{error}{lacks if 'tokenizer' in str(error) else ''}") from None
         same = ids in (tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=False))
-        (most,) = call_for(_endpoint(teacher), "/server_info", None, TIMEOUT, "max_req_input_len")
+        (most,) = call_for(endpoint, "/server_info", None, TIMEOUT, "max_req_input_len")
         if longest >= most:
             warning = (
                 f"algorithm.teacher.path: {teacher.path} takes fewer than {most} tokens, and a sequence may have "
