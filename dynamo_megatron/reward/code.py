@@ -215,7 +215,7 @@ def _assertions(test: str, meta: Mapping[str, Any], packages: bool) -> AssertTes
         statements = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"the code reward cannot read a test as Python ({error}): {test!r:.200}") from None
-    if not any(isinstance(each, RUNNING) or _is_call(each) for each in statements):
+    if not any(map(_tests, ast.parse("\n".join([test, *after])).body)):
         raise ValueError(f"the code reward's test asserts nothing when it is run: {test!r:.200}")
     imported = [each.module or "" for each in statements if isinstance(each, ast.ImportFrom) and not each.level]
     imported = [name for name in imported if name != PROGRAM_MODULE]
@@ -231,5 +231,14 @@ def _assertions(test: str, meta: Mapping[str, Any], packages: bool) -> AssertTes
     return AssertTest(source)
 
 
-def _is_call(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+def _tests(statement: ast.stmt) -> bool:
+    """Whether it may assert something when it is run: not what is for scripts alone, nor random.seed(0)."""
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        function = statement.value.func
+        return (
+            not isinstance(function, ast.Attribute)
+            or not isinstance(function.value, ast.Name)
+            or (function.attr.startswith(("assert", "check", "test")))
+        )
+    script = isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+    return isinstance(statement, RUNNING) and not script

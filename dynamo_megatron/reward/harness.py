@@ -32,6 +32,15 @@ from heapq import *
 from bisect import *
 import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
 """
+# And these, which tests by assertion may define: there a name must be the program's own.
+SOLUTION_IMPORTS = f"""
+from math import *
+from builtins import *
+{USUAL_IMPORTS}
+from copy import deepcopy
+import copy, json, sys
+"""
+RECURSION = 50_000  # LiveCodeBench's
 PROGRAM_MODULE = "solution"  # in KodCode's tests
 IMPORT = "__import_from_program__"
 # type -> (what of a value is sent, what makes it again)
@@ -63,8 +72,8 @@ def call():
 
     request, result = private(0, "r"), private(1, "w")
     wanted = json.loads(request.read())
-    namespace, usual = imported(), {}
-    exec(USUAL_IMPORTS, usual)
+    namespace, usual = imported(SOLUTION_IMPORTS), {}
+    exec(SOLUTION_IMPORTS, usual)
     function = namespace.get(wanted["name"])
     if function is usual.get(wanted["name"]):  # none of the program's own; heapq has a merge, too
         function = getattr(namespace["Solution"](), wanted["name"])
@@ -78,7 +87,7 @@ def serve():
     import symtable
 
     requests, replies = private(0, "r"), private(1, "w")
-    namespace, kept, usual = imported(), Kept(), {}
+    namespace, kept, usual = imported(USUAL_IMPORTS), Kept(), {}
     exec(USUAL_IMPORTS, usual)
     with open(PROGRAM, "rb") as file:
         symbols = symtable.symtable(file.read(), PROGRAM, "exec").get_symbols()
@@ -192,14 +201,15 @@ def load(module=None):
     with open(PROGRAM, "rb") as file:
         source = file.read()
     module.__file__ = PROGRAM
+    sys.setrecursionlimit(RECURSION)
     exec(compile(source, PROGRAM, "exec"), module.__dict__)
     return module.__dict__
 
 
-def imported():
-    """The program's names, as after an import of the program."""
+def imported(usual):
+    """The program's names, as after an import of the program after the imports `usual`."""
     module = types.ModuleType("program")
-    exec(USUAL_IMPORTS, module.__dict__)
+    exec(usual, module.__dict__)
     return load(module)
 
 
@@ -256,6 +266,8 @@ def encoded(value, kept=None):
         return {"kept": value._index}
     if kept is None:
         raise TypeError("a test can give the program plain data and what came from it, not a " + type(value).__name__)
+    if type(value).__module__ == "numpy" and not hasattr(value, "__len__"):
+        return encoded(value.item(), kept)  # a number
     if hasattr(value, "__next__"):
         return {"iterator": [encoded(item, kept) for item in itertools.islice(value, MOST_ITEMS)]}  # it may never end
     return {"kept": kept.place(value)}

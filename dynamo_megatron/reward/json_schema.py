@@ -41,7 +41,7 @@ def json_schema(prompt: Prompt, response: str) -> float:
     found = next((each for each in (fenced(text, ("json",)), tagged(text)) if each is not None), text)
     try:
         return float(validator.is_valid(json.loads(found, parse_constant=_refuse)))
-    except (ValueError, RecursionError):  # a response may be nested however deeply
+    except (ValueError, RecursionError, OverflowError):  # nested however deeply; a number too large for multipleOf
         return 0.0
 
 

@@ -28,9 +28,14 @@ STATED = re.compile(
     r"(?:\b(?:answer|choice|option)\b(?:[ \t]+is\b|[ \t*]*[:：])"
     r"|(?<!\bif )(?<!\bwhen )(?<!\bshould )(?<!\bsuppose )\bI(?:['’]d|['’]ll| would| will)? (?:choose|pick|go with)\b"
     r"(?! (?:to|this|that|it|these|those|them)\b)"
-    r"|答案(?:[是为為]|[ \t*]*[:：])(?:选项)?|[故应](?:本题)?选)([^\n]{0,200})",
+    r"|答案(?:[是为為]|[ \t*]*[:：])(?:选项)?|(?:所以|[故应])(?:本题)?选)"
+    # what follows in the line, or a letter that begins the next one
+    r"((?:[ \t*_]*\n){1,2}[ \t*_(]*[A-Z](?:[*_).:][^\n]{0,200})?[ \t]*(?=\n|\Z)|[^\n]{0,200})",
     re.IGNORECASE,
 )
+# "is A rather than B": a capital A within a sentence is no article.
+CAPITAL_A = re.compile(r"[ \t*_(\"']*A[*_)\"']* (?!(?:and|or)\b)[a-z]")
+IN_STATEMENT = re.compile(LETTER.pattern.replace(r"\w", "A-Za-z0-9_"))  # beside Chinese characters, too
 # What a box begins with that chooses a letter: "(B) 12", "B. 12", but not "H \ll E".
 CHOICE = re.compile(rf"[\W_]*{LETTER.pattern}(?:[\W_]*$|[\s}}*]*[)\].:]|(?={ANOTHER.pattern}))")
 ALONE = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
@@ -160,10 +165,14 @@ def chosen(response: str) -> str | None:
 
 def _stated(text: str) -> str:
     """What follows the last "answer is" that a letter follows; "" where there is none."""
-    for said in reversed(STATED.findall(text)):
-        letter = LETTER.search(said)
+    for found in reversed([*STATED.finditer(text)]):
+        said = found[1]
+        if CAPITAL_A.match(said) and not found[0].removesuffix(said).rstrip().endswith((":", "：")):
+            return "A"
+        letter = IN_STATEMENT.search(said)
         if ALONE.fullmatch(said) or (letter and not re.search(r"\bnot\b|n['’]t\b", said[: letter.start()])):
-            return said
+            alone = {*IN_STATEMENT.findall(said)}
+            return alone.pop() if len(alone) == 1 else said
     return ""
 
 

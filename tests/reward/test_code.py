@@ -32,6 +32,12 @@ LAYOUTS = {
         {},
         "class Solution:\n    def merge(self, first: list, second: Optional[list]):\n        return first + second",
     ),
+    "LeetCode, names that it imports, and deep recursion": (
+        {"fn_name": "f", "inputs": [[9_000]], "outputs": [[9_002]]},
+        {},
+        "class Solution:\n    def f(self, n):\n"
+        "        return gcd(2, 4) if n <= 0 or n == inf else 1 + self.f(deepcopy(n) - 1)",
+    ),
     "assertions on what was changed in place": (
         [
             "nums = [3, 1]\nput_in_order(nums)\nassert nums == [1, 3]",
@@ -321,6 +327,10 @@ def test_only_layouts_that_wrap_results_take_a_list_of_one_for_the_value_in_it()
         ({"inputs": ["1"], "outputs": []}, "as many inputs as outputs"),
         ([{"input": "1"}], "neither all text nor all with input and output"),
         ("import unittest\nclass Tests(unittest.TestCase):\n    def test(self): assert f()", "asserts nothing"),
+        (
+            "import random\nrandom.seed(0)\ndef test(): assert f()\nif __name__ == '__main__':\n    test()",
+            "asserts nothing",
+        ),
         ([{"input": "1", "output": "2", "testtype": "functional"}], "needs the function's name"),
         ({"fn_name": "f", "inputs": ["not JSON"], "outputs": [1]}, "as JSON"),
         ("(" * 10_000, "cannot read a test as Python"),

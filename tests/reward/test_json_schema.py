@@ -62,6 +62,10 @@ def test_a_schema_that_cannot_be_checked_is_an_error_whatever_the_response(schem
             reward(schema, response)
 
 
+def test_a_number_that_is_too_large_is_wrong():
+    assert reward({"multipleOf": 0.01}, "1" * 400) == 0.0
+
+
 def test_a_reference_to_nothing_is_an_error():
     with pytest.raises(Exception, match=r"https://example[.]com/a"):
         reward({"items": {"$ref": "https://example.com/a"}}, "[1]")
