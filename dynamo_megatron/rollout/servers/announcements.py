@@ -60,13 +60,15 @@ class Announced:
         """Runs until it is cancelled; then the nodes stop their servers."""
         self._folder.mkdir(parents=True, exist_ok=True)
         files = {name: _Watched(self._folder / f"{name}.json") for name in self._names}
+        writing: asyncio.Future | None = None
         heard: dict[str, tuple[int, bool]] = {}  # what the listener knows: name -> incarnation, whether it is up
         try:
             while True:
-                said = {"token": self._token, "restarts": self._restarts, "starts": self._starts}
-                _write(self._folder / RUN, said)
+                said = {"token": self._token, "restarts": dict(self._restarts), "starts": self._starts}
+                writing = asyncio.ensure_future(asyncio.to_thread(_write, self._folder / RUN, said))
+                await asyncio.shield(writing)  # not in this thread: a disk may hang
                 for name, file in files.items():
-                    said = file.read()
+                    said = await asyncio.to_thread(file.read)
                     if said is None and heard.get(name, (0, False))[1]:
                         heard[name] = heard[name][0], False
                         self._restarts.pop(name, None)
@@ -88,6 +90,8 @@ class Announced:
                         self._listener.down(name, said.get("why", silent), said.get("final", False))
                 await asyncio.sleep(BEAT_EVERY)
         finally:
+            if writing is not None:  # it would write the file again
+                await asyncio.wait([writing], timeout=SILENCE * BEAT_EVERY)
             for path in (self._folder / RUN, *(f.path for f in files.values())):
                 _remove(path)
 
