@@ -251,8 +251,8 @@ def _text(text: str) -> str | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice: YAML's libraries let the last one win. 010 is not 8, nor 1:30 90: these
-    stay texts, of which a key for numbers takes the first as 10 and refuses the second."""
+    """Refuses a key that a mapping has twice: YAML's libraries let the last one win. 010 is not read as 8, nor 1:30 as
+    90: both stay text. A key for numbers takes 010 as 10 and refuses 1:30."""
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int | str:
         return node.value if re.match(r"[-+]?0[0-9_]|.*:", node.value) else super().construct_yaml_int(node)

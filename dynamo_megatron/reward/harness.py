@@ -266,8 +266,8 @@ def encoded(value, kept=None):
         return {"kept": value._index}
     if kept is None:
         raise TypeError("a test can give the program plain data and what came from it, not a " + type(value).__name__)
-    if type(value).__module__ == "numpy" and not hasattr(value, "__len__"):
-        return encoded(value.item(), kept)  # a number
+    if type(value).__module__ == "numpy" and not hasattr(value, "__len__") and type(value.item()) is not type(value):
+        return encoded(value.item(), kept)  # a number, but not a longdouble
     if hasattr(value, "__next__"):
         return {"iterator": [encoded(item, kept) for item in itertools.islice(value, MOST_ITEMS)]}  # it may never end
     return {"kept": kept.place(value)}

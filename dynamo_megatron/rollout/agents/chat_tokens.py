@@ -84,8 +84,8 @@ class ChatTokens:
 
     @cached_property
     def gap(self) -> str:
-        """The white space that the template has between the beginning of an answer and its text; "" where the tokenizer
-        itself begins a text with it, as SentencePiece does, or the template renders no short conversation."""
+        """The white space between the beginning of an answer and its text in the template; "" where the tokenizer adds
+        it to every text, as SentencePiece does, and where the template fails on a short conversation."""
         try:
             start, whole = self._text(SHORT[:1], None, True), self._text(SHORT, None, False).partition(ANSWER)[0]
             by_itself = self._encode(whole + ANSWER) == self._encode(start) + self._encode(ANSWER)
