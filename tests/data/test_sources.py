@@ -164,9 +164,7 @@ def test_reasoning_gym_is_reproducible_and_its_meta_is_plain_data():
     assert {p.prompt_id for p in load(source.replace("seed=3", "seed=4"))}.isdisjoint(p.prompt_id for p in prompts)
     assert "refuses" in refused("reasoning_gym:chainsum")
     assert "unexpected keyword argument 'min_term'" in refused("reasoning_gym:chain_sum?min_term=2")
-    assert "refuses {'seed': 0, 'size': '[1'}" in refused(
-        "reasoning_gym:chain_sum?size=[1"
-    )  # not YAML, so it stays text
+    assert "refuses {'seed': 0, 'size': '[1'}" in refused("reasoning_gym:chain_sum?size=[1")  # text if not YAML
 
 
 def test_the_users_iterator(tmp_path, monkeypatch):
