@@ -17,7 +17,7 @@ def test_runs_come_by_server_options_then_by_seed(spec):
 
 def test_one_run_for_each_arm_seed_and_rate(spec, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    assert str(planned_runs(spec(output_dir="~/out"))[0].folder.parent) == spec(output_dir="~/out").output_dir + "/runs"
+    assert str(planned_runs(spec(output_dir="~/out"))[0].folder.parent) == "/home/me/out/runs"
     runs = planned_runs(spec(learning_rates={"grpo": [1.5e-6, 1e-6], "wide": [2e-6]}))
     assert [run.name for run in runs] == [
         *("grpo-lr1e-06-seed3", "grpo-lr1.5e-06-seed3", "wide-lr2e-06-seed3"),
