@@ -52,7 +52,7 @@ setup(
         "pyarrow",
     ],
     extras_require={
-        "gpu": ["nvidia-ml-py", "transformer-engine[pytorch]", "triton"],
+        "gpu": ["transformer-engine[pytorch]", "triton"],
         "sglang": ["sglang>=0.5.23"],
         "ray": ["ray>=2.60"],
         "wandb": ["wandb>=0.31"],

@@ -29,7 +29,7 @@ from dynamo_megatron.policy.critic import Critic
 from dynamo_megatron.rollout.teacher import prompt_logprobs
 from dynamo_megatron.rounds import Round, Selection
 from dynamo_megatron.serving import Serving
-from dynamo_megatron.tracking.resources import RankResources, resource_metrics
+from dynamo_megatron.tracking.resources import rank_memory, resource_metrics
 from dynamo_megatron.tracking.step_metrics import step_metrics
 from dynamo_megatron.types import RolloutBatch, TokenStats
 from dynamo_megatron.weight_sync.sync import SyncReport
@@ -56,11 +56,10 @@ class Trainer:
         run: Any,
         serving: Serving,
         controller: Controller | None,
-        resources: RankResources | None = None,
         critic: Critic | None = None,
     ):
         self.run, self.config, self.policy, self.phases = run, run.config, run.policy, run.phases
-        self.serving, self.controller, self.resources, self.critic = serving, controller, resources, critic
+        self.serving, self.controller, self.critic = serving, controller, critic
 
     def train(self) -> None:
         """Trains until `trainer.steps`."""
@@ -215,7 +214,7 @@ class Trainer:
         synced: SyncReport,
     ) -> None:
         layout, memory, clock = self.policy.layout, self.phases.memory, self.phases.clock
-        resources = layout.gather(self.resources.take())
+        resources = layout.gather(rank_memory())
         routing = self.policy.routing.take() if self.policy.routing is not None else {}
         if self.controller is not None:
             record = self.controller.record(step, sampled.rounds)

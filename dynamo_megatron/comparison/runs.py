@@ -254,7 +254,7 @@ async def servers(config: Config, folder: Path, stop: Stop) -> AsyncIterator[dic
     keys = {"placement": "external", "urls": urls, "api_key_env": KEY, "port": port}
     os.environ[KEY] = secrets.token_hex(32)
     own = {"rollout": config.rollout.model_copy(update=keys), "output_dir": str(folder)}
-    listener = SimpleNamespace(up=lambda endpoint: up.add(endpoint.name), down=down, gpu_use=lambda *_: None)
+    listener = SimpleNamespace(up=lambda endpoint: up.add(endpoint.name), down=down)
     supervisor = Supervisor(config.model_copy(update=own), names, listener)
     running = asyncio.create_task(supervisor.run())
     try:

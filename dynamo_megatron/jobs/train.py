@@ -183,7 +183,6 @@ class TrainJob(Job):
         from dynamo_megatron.policy.backend import Fusions
         from dynamo_megatron.policy.critic import Critic
         from dynamo_megatron.serving import Serving
-        from dynamo_megatron.tracking.resources import RankResources
         from dynamo_megatron.train import Trainer
         from dynamo_megatron.weight_sync.memory import DeviceMemory
         from dynamo_megatron.weight_sync.sync import WeightSync
@@ -207,10 +206,7 @@ class TrainJob(Job):
             self._memory.allocate_ahead()
         weight_sync, phases = WeightSync(policy, rollout, coordinator), self._training.phases
         self._serving = Serving(weight_sync, coordinator, policy.layout, phases, journal.say if leads else None)
-        resources = RankResources(policy.layout.local_rank)
-        if leads and resources.lacks:
-            journal.say(resources.lacks)
-        self._trainer = Trainer(self._training, self._serving, controller, resources, critic)
+        self._trainer = Trainer(self._training, self._serving, controller, critic)
 
     def run(self) -> None:
         try:

@@ -75,14 +75,6 @@ class Replay:
         return values, chosen
 
 
-def load_digits(load: torch.Tensor) -> list[str]:
-    """A string for each layer with a digit for each expert, since numbers would make metrics.jsonl many times larger.
-    load: float64 [layers, experts], tokens over the mean of the layer's experts; NaN in a layer without experts, which
-    has no digits. 0: no token; 5: the mean; each digit above twice, each below half as many (1 and 9: or beyond)."""
-    digits = torch.where(load > 0, (5 + load.log2()).round().clamp(1, 9), 0).int().tolist()
-    return ["".join(map(str, row)) if any(row) else "" for row in digits]
-
-
 class ExpertRouting:
     """The routers of `chunks`, this rank's part of a mixture of experts."""
 
@@ -109,11 +101,11 @@ class ExpertRouting:
         experts = None if routes is None else to_device(routes[here], device)
         return Routing(experts, to_device(micro_batch.real[here], device))
 
-    def take(self) -> dict[str, float | list[str]]:
+    def take(self) -> dict[str, float]:
         """The metrics of all passes of the policy since the last call; collective over all ranks. `moe/load_mean` and
-        `load_max`, over the layers: tokens of the busiest expert over the experts' mean. `moe/load`: `load_digits`.
-        `moe/replayed`: share of tokens and layers with a known route; `moe/route_mismatch`, of these: those where the
-        router, with the weights that the pass had, would have chosen other experts."""
+        `load_max`, over the layers: tokens of the busiest expert over the experts' mean. `moe/replayed`: share of
+        tokens and layers with a known route; `moe/route_mismatch`, of these: those where the router, with the weights
+        that the pass had, would have chosen other experts."""
         counts = self._counts.to("cpu", copy=True)
         self._counts.zero_()
         dist.all_reduce(counts, group=self._layout.host)
@@ -123,8 +115,8 @@ class ExpertRouting:
         load = counts[:, :MISMATCHED].double()
         load /= load.mean(1, keepdim=True)  # NaN in a layer without experts
         peak = load[counts[:, TOKENS] > 0].amax(1)
-        metrics = {"moe/load_max": float(peak.max()), "moe/load_mean": float(peak.mean())}
-        metrics |= {"moe/load": load_digits(load), "moe/replayed": replayed / tokens}
+        loads = {"moe/load_max": float(peak.max()), "moe/load_mean": float(peak.mean())}
+        metrics = {**loads, "moe/replayed": replayed / tokens}
         return metrics | ({"moe/route_mismatch": mismatched / replayed} if replayed else {})
 
     def begin_gradient(self) -> None:

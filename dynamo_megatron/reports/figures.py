@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 DASHES = ("solid", "dash", "dot", "dashdot")
 MATPLOTLIB_DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 TIMES = ("generate", "logprobs", "update", "weight_sync", "other", "evaluate", "save", "values", "critic")
-# of a digit of moe/load: tokens of an expert over the mean of its layer's experts, and the colour
-LOADS = {
-    **{"none": "#000000", "≤ 1/16": "#0072b2", "1/8": "#3f96c6", "1/4": "#7fb8d8", "1/2": "#bfdceb", "1": "#ffffff"},
-    **{"2": "#f4d6bf", "4": "#eaae7f", "8": "#df8640", "≥ 16": "#d55e00"},
-}
-NETWORK = "resources/network/"  # before INTERFACE/WAY in a metric's name
-INTERFACES = 4  # that are shown, those that moved most
-BUSY = {"resources/gpu_utilisation": "ranks", "fleet/gpu_utilisation": "servers"}
-# title, unit, metrics and what the legend calls them; a unit that ends in "log" has a logarithmic axis. NETWORK stands
-# for the metrics of the interfaces.
+# title, unit, metrics and what the legend calls them; a unit that ends in "log" has a logarithmic axis
 CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Success", "share of rollouts", {"reward/success": "solved"}),
     ("Policy entropy", "nats per token", {"policy/entropy": "entropy"}),
@@ -44,9 +34,6 @@ CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Groups of equal rewards", "share of the groups", {"rollout/zero_variance_groups": "all rewards equal"}),
     ("Distinct answers", "share, mean of the groups", {"reward/unique_answers": "of rollouts"}),
     ("Distinct 4-grams", "share, mean of the groups", {"rollout/distinct_4grams": "of all 4-grams"}),
-    ("GPU utilisation", "share of the time", BUSY | {"resources/gpu_utilisation_min": "least busy rank"}),
-    ("GPU memory", "bytes, fullest GPU", {"resources/gpu_used_max": "ranks", "fleet/gpu_memory_max": "servers"}),
-    ("Network", "bytes per second, busiest node", {NETWORK: ""}),
     ("Rollouts of a prompt", "rollouts", {"allocation/n_max": "most", "allocation/n_min": "fewest"}),
 )
 
@@ -84,27 +71,11 @@ def metric_figures(runs: Mapping[str, RunRecord]) -> list[Figure]:
     note = "Points: share of held-out problems solved, with the 95 % interval over problems." if _passes(runs) else ""
     figures = [figure("Reward", "reward, mean of a step", reward, note)]
     for title, unit, series in CHARTS:
-        series = _network(runs) if NETWORK in series else series
         traces = _lines(series, runs)
         if any(any(trace["y"]) for trace in traces):
             figures.append(figure(title, unit, traces))
             figures[-1]["layout"]["yaxis"] |= {"type": "log"} if unit.endswith("log") else {"rangemode": "tozero"}
-            if unit.startswith("bytes"):
-                figures[-1]["layout"]["yaxis"]["exponentformat"] = "SI"
-    figures += [each for name, run in runs.items() for each in _loads(name, run)]
     return figures + [_times(name, run) for name, run in runs.items() if "time/step" in run.metrics[-1]]
-
-
-def _network(runs: Mapping[str, RunRecord]) -> dict[str, str]:
-    """The metrics of the INTERFACES busiest interfaces of all runs, with labels."""
-    moved: dict[str, float] = {}
-    for row in (row for run in runs.values() for row in run.metrics):
-        for key, rate in row.items():
-            if key.startswith(NETWORK):
-                name = key.removeprefix(NETWORK).rpartition("/")[0]
-                moved[name] = moved.get(name, 0.0) + rate
-    busiest = sorted(moved, key=lambda name: (-moved[name], name))[:INTERFACES]
-    return {f"{NETWORK}{name}/{way}": f"{name} {way}" for name in busiest for way in ("sent", "received")}
 
 
 def figure(title: str, unit: str, traces: list[dict[str, Any]], note: str = "", x: str = "training step") -> Figure:
@@ -160,36 +131,6 @@ def _times(name: str, run: RunRecord) -> Figure:
     seconds = run.series("time/step")
     highest = float(min(np.nanmax(seconds), 2 * np.nanquantile(seconds, 0.95)))
     made["layout"]["yaxis"]["range"] = [0, 1.1 * highest]  # one long step does not flatten all others
-    return made
-
-
-def _loads(name: str, run: RunRecord) -> list[Figure]:
-    """Of a mixture of experts: the load of every expert in the newest step, and through all steps in the layer that is
-    the most uneven then."""
-    steps = {row["step"]: row["moe/load"] for row in run.metrics if "moe/load" in row}
-    if not steps:
-        return []
-    newest = max(steps)
-    layers = {layer: [*map(int, digits)] for layer, digits in enumerate(steps[newest]) if digits}
-    worst = min(layers, key=lambda layer: sum(layers[layer]))  # of the logarithms, so highest where all are equal
-    experts = [*zip(*(map(int, loads[worst]) for loads in steps.values()), strict=True)]
-    by_layer = f"Load of experts by layer, step {newest}: {name}"
-    of_worst = f"Load of experts in layer {worst}, the most uneven: {name}"
-    return [
-        _heat_map(by_layer, ("expert", "layer"), y=[*layers], z=[*layers.values()]),
-        _heat_map(of_worst, ("training step", "expert"), x=[*steps], z=experts),
-    ]
-
-
-def _heat_map(title: str, axes: tuple[str, str], **values: list[Any]) -> Figure:
-    """`values`: z, digits of moe/load, and where they do not count from 0, x and y."""
-    ends = [end / len(LOADS) for end in range(len(LOADS) + 1)]
-    colours = [[end, colour] for pair, colour in zip(pairwise(ends), LOADS.values(), strict=True) for end in pair]
-    bar = {"tickvals": [*range(len(LOADS))], "ticktext": [*LOADS], "thickness": 14, "outlinewidth": 1}
-    trace = {"type": "heatmap", **values, "zmin": -0.5, "zmax": len(LOADS) - 0.5, "colorscale": colours}
-    trace |= {"colorbar": bar, "hovertemplate": f"{axes[0]} %{{x}}, {axes[1]} %{{y}}<extra></extra>"}
-    made = figure(title, axes[1], [trace], "Tokens of an expert over the mean of its layer's experts.", axes[0])
-    made["layout"]["hovermode"] = "closest"
     return made
 
 

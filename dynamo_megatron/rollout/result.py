@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamo_megatron.runtime.gpu_usage import GpuUse
 from dynamo_megatron.types import NOT_TRAINED, Rollout, RolloutBatch
 
 OUTCOMES = {"stop": "completed", "length": "truncated", "abort": "aborted", "error": "failed"}
@@ -36,7 +35,6 @@ class ServerUse:
     kv_cache: float | None = None  # largest share of its KV cache in use that was seen; None: not measured
     retries: int = 0  # requests that were lost with it
     restarts: int = 0
-    gpu: GpuUse = field(default_factory=GpuUse)  # no samples without NVML
 
     def add(self, other: ServerUse) -> None:
         self.tokens += other.tokens
@@ -44,7 +42,6 @@ class ServerUse:
         self.kv_cache = max((s for s in (self.kv_cache, other.kv_cache) if s is not None), default=None)
         self.retries += other.retries
         self.restarts += other.restarts
-        self.gpu = self.gpu.plus(other.gpu)
 
 
 @dataclass(frozen=True)

@@ -1,79 +1,41 @@
-"""What a run uses: memory, cores, GPUs, network, disk. torch's profiler on chosen steps (`tracking.profile_steps`)."""
+"""What a run uses: memory, cores, disk. torch's profiler on chosen steps (`tracking.profile_steps`)."""
 
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.runtime.gpu_usage import GpuMonitor
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.layout import Layout
 
 
-class RankResources:
-    """What this rank uses in a step: its process, its GPU, and the node's network where it is the node's first rank.
-    `lacks`: as of GpuMonitor."""
-
-    def __init__(self, local_rank: int):
-        self._monitor = GpuMonitor([local_rank] if torch.cuda.is_available() else [])
-        self.lacks, self._leads = self._monitor.lacks, local_rank == 0
-        self._moved, self._since = _moved(), time.monotonic()
-
-    def take(self) -> dict[str, Any]:
-        """Plain data for `resource_metrics`, of the time since the last call. Bytes: `host_memory` of this process now,
-        `gpu_memory`, the peak of its tensors. `gpu`: a GpuUse. `network`: (interface, way) -> bytes per second; without
-        the ends of containers (veth), whose bridge moves the same bytes."""
-        peak = 0
-        if torch.cuda.is_available():
-            peak = torch.cuda.max_memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-        found: dict[str, Any] = {"host_memory": psutil.Process().memory_info().rss, "gpu_memory": peak, "network": {}}
-        found["gpu"] = self._monitor.take()
-        if self._leads:
-            before, since = self._moved, self._since
-            self._moved, self._since = _moved(), time.monotonic()
-            for key in self._moved.keys() & before.keys():
-                if (more := self._moved[key] - before[key]) and not key[0].startswith("veth"):
-                    found["network"][key] = more / max(self._since - since, 1e-9)
-        return found
+def rank_memory() -> tuple[int, int]:
+    """Bytes of this rank: its process now, and the peak of its GPU's tensors since the last call (0 without a GPU)."""
+    peak = 0
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    return psutil.Process().memory_info().rss, peak
 
 
-def _moved() -> dict[tuple[str, str], int]:
-    """(interface, way) -> bytes since the start of the machine."""
-    counters = psutil.net_io_counters(pernic=True)
-    sent = {(name, "sent"): each.bytes_sent for name, each in counters.items()}
-    return sent | {(name, "received"): each.bytes_recv for name, each in counters.items()}
-
-
-def resource_metrics(per_rank: Sequence[Mapping[str, Any]], output_dir: Path) -> dict[str, float]:
-    """Metrics of a step, computed on rank 0 from every rank's `RankResources.take`.
-
-    All are in bytes except `resources/cpu`, the share of this machine's cores that was busy since the last call, at
-    first since this process has imported psutil; `gpu_utilisation`, the mean over the ranks' GPUs, and
-    `gpu_utilisation_min`; and `network/INTERFACE/sent` and `received`, bytes per second on the node that moves most.
-    """
-    metrics: dict[str, float] = {
-        "resources/host_memory_max": max(sample["host_memory"] for sample in per_rank),
-        "resources/gpu_memory_max": max(sample["gpu_memory"] for sample in per_rank),
+def resource_metrics(per_rank: Sequence[tuple[int, int]], output_dir: Path) -> dict[str, float]:
+    """Metrics of a step, computed on rank 0 from every rank's `rank_memory`; in bytes, except `resources/cpu`, the
+    share of this machine's cores that was busy since the last call, at first since this process has imported psutil."""
+    host, gpu = zip(*per_rank, strict=True)
+    return {
+        "resources/host_memory_max": max(host),
+        "resources/gpu_memory_max": max(gpu),
         "resources/cpu": psutil.cpu_percent() / 100,
         "resources/disk_free": shutil.disk_usage(output_dir).free,
     }
-    if gpus := [sample["gpu"] for sample in per_rank if sample["gpu"].samples]:
-        metrics["resources/gpu_utilisation"] = sum(gpu.utilisation for gpu in gpus) / len(gpus)
-        metrics["resources/gpu_utilisation_min"] = min(gpu.utilisation for gpu in gpus)
-        metrics["resources/gpu_used_max"] = max(gpu.memory for gpu in gpus)
-    for (name, way), rate in sorted(rate for sample in per_rank for rate in sample["network"].items()):
-        metrics[f"resources/network/{name}/{way}"] = rate  # the last is the largest
-    return metrics
 
 
 class StepProfiler:

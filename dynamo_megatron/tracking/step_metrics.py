@@ -162,9 +162,8 @@ def _diversity(sampled: RolloutBatch) -> dict[str, float]:
 def _of_servers(result: RolloutResult) -> dict[str, float]:
     """Of each server SERVER `fleet/SERVER/`: `tokens_per_second`, `busy_share` (the share of the generation time with a
     request under way; both of the time since the step before if rollouts are generated ahead), `kv_cache` (the largest
-    share in use that was seen; absent where it was not measured), `rollouts` (how many it answered), and with NVML
-    `gpu_memory` (bytes, the most in use on one of its GPUs) and `gpu_utilisation`. Of all: requests that were lost with
-    a server and sent again, restarts, and with NVML `fleet/gpu_memory_max` and `fleet/gpu_utilisation`, the mean."""
+    share in use that was seen; absent where it was not measured) and `rollouts` (how many it answered). Of all:
+    requests that were lost with a server and sent again, and restarts."""
     seconds = max(1e-9, result.seconds if result.seconds_ahead is None else result.seconds_ahead)
     metrics = {
         "fleet/retries": sum(use.retries for use in result.uses.values()),
@@ -178,12 +177,6 @@ def _of_servers(result: RolloutResult) -> dict[str, float]:
             if use.kv_cache is not None:
                 metrics[f"fleet/{name}/kv_cache"] = use.kv_cache
             metrics[f"fleet/{name}/rollouts"] = sum(answered.get(name, {}).values())
-            if use.gpu.samples:
-                metrics[f"fleet/{name}/gpu_memory"] = use.gpu.memory
-                metrics[f"fleet/{name}/gpu_utilisation"] = use.gpu.utilisation
-    if measured := [use.gpu for name, use in result.uses.items() if name and use.gpu.samples]:
-        metrics["fleet/gpu_memory_max"] = max(gpu.memory for gpu in measured)
-        metrics["fleet/gpu_utilisation"] = _mean([gpu.utilisation for gpu in measured])
     return metrics
 
 

@@ -356,8 +356,7 @@ def gaps(reference: Path, other: Path) -> dict[str, float]:
         x, y = tensors_of(reference / kind), tensors_of(other / kind)
         assert x.keys() == y.keys(), sorted(x.keys() ^ y.keys())
         found[name] = max(float((t - y[n]).norm() / t.norm().clamp(min=1e-12)) for n, t in x.items())
-    numbers = {name: x for name, x in a["routing"].items() if name != "moe/load"}  # that of digits, of the same counts
-    found["routing"] = max((abs(x - b["routing"][name]) for name, x in numbers.items()), default=0.0)
+    found["routing"] = max((abs(x - b["routing"][name]) for name, x in a["routing"].items()), default=0.0)
     sums = ("kl", "clipped", "clipped_dual", "damped", "boosted", "selected")
     found["metrics"] = max(abs(x[n] - y[n]) / max(1.0, abs(x[n])) for x, y in pairs for n in sums)
     return found

@@ -1,9 +1,9 @@
 """Router replay, beside a mixture of experts of transformers that is made to route as the rollouts did."""
 
-import math
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from layout_cases import rollout_batch
@@ -11,7 +11,7 @@ from rank_cases import run_cases, settings
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dynamo_megatron.policy.routing import ExpertRouting, Routing, load_digits
+from dynamo_megatron.policy.routing import ExpertRouting, Routing
 from dynamo_megatron.types import RolloutBatch
 
 PROMPT, RESPONSES = 5, (21, 1, 30, 12, 17)
@@ -98,8 +98,9 @@ def test_the_gap_of_near_tied_routers_falls_to_that_of_rounding(make_tiny_model,
         without, replayed = found["without"], found["with"]
         assert replayed["moe/route_mismatch"] > 0.1 and replayed["moe/replayed"] == 1 and without["moe/replayed"] == 0
         assert replayed["gap"] < without["gap"] / 5
-        tokens = torch.tensor(found["tokens"], dtype=torch.float64)
-        assert replayed["moe/load"] == load_digits(tokens / tokens.mean(1, keepdim=True))
+        tokens = np.array(found["tokens"])
+        busiest = tokens.max(1) / tokens.mean(1)
+        assert (replayed["moe/load_max"], replayed["moe/load_mean"]) == pytest.approx((busiest.max(), busiest.mean()))
         assert found["logprobs"] < 1e-5 and found["gradient"] < 1e-4
 
 
@@ -120,8 +121,3 @@ def test_the_share_of_other_experts_is_of_the_known_routes(monkeypatch):
         replay.get_replay_topk(scores, 2, default_compute_topk=lambda s, k, **_: s.topk(k))
     metrics = routing.take()
     assert (metrics["moe/replayed"], metrics["moe/route_mismatch"]) == (4 / 8, 1 / 4)
-
-
-def test_the_digits_of_an_experts_load():
-    load = [[1, 1.4, 1.5, 0.5, 0.1, 0.0, 40, 1e-9], [1.0] * 8, [math.nan] * 8]
-    assert load_digits(torch.tensor(load, dtype=torch.float64)) == ["55642091", "5" * 8, ""]

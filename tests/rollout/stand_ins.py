@@ -61,16 +61,13 @@ class Recorder:
     """A Listener that writes down what it hears of servers."""
 
     def __init__(self):
-        self.heard, self.uses = [], {}
+        self.heard = []
 
     def up(self, endpoint):
         self.heard.append(("up", endpoint.name, endpoint.incarnation))
 
     def down(self, name, why, final):
         self.heard.append(("down", name, why, final))
-
-    def gpu_use(self, name, use):
-        self.uses[name] = use
 
 
 class Server:

@@ -10,7 +10,6 @@ from stand_ins import Recorder
 from dynamo_megatron.rollout.servers import announcements
 from dynamo_megatron.rollout.servers.announcements import Announced, NodeSide, _Watched, servers_folder
 from dynamo_megatron.rollout.servers.server_api import Endpoint
-from dynamo_megatron.runtime.gpu_usage import GpuUse
 
 NAMES = ["server-0", "server-1"]
 
@@ -55,8 +54,7 @@ def test_servers_come_and_go_and_are_restarted(tmp_path):
         await until(lambda: fleet.heard)
         side.up(endpoint("server-0", 2))
         side.up(endpoint("server-1", 1))
-        side.gpu_use("server-1", GpuUse(1, 40, 0.5))
-        await until(lambda: len(fleet.heard) == 3 and fleet.uses == {"server-1": GpuUse(1, 40, 0.5)})
+        await until(lambda: len(fleet.heard) == 3)
         file = servers_folder(tmp_path) / "server-0.json"
         assert stat.S_IMODE(file.stat().st_mode) == 0o600 and "key-2" in file.read_text()
         assert supervisor.starts

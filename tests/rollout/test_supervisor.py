@@ -1,7 +1,6 @@
 """Restarts: when, and after what. The servers do not start, or are stand-ins that end."""
 
 import asyncio
-from types import SimpleNamespace
 
 from stand_ins import VOCABULARY, Recorder, Server, external, listening
 
@@ -12,7 +11,6 @@ from dynamo_megatron.rollout.servers import supervisor
 from dynamo_megatron.rollout.servers.fleet import Fleet
 from dynamo_megatron.rollout.servers.server_api import Endpoint
 from dynamo_megatron.rollout.servers.supervisor import Supervisor
-from dynamo_megatron.runtime.gpu_usage import GpuUse
 
 
 class Ending:
@@ -58,27 +56,6 @@ def test_a_server_that_comes_up_and_ends_is_never_given_up(tmp_path, monkeypatch
     assert heard.heard[1:14:2] == [("down", "server-0", "out of memory", False)] * 7
 
 
-class OnGpus(Ending):
-    """Stays up, on GPUs 2 and 3."""
-
-    gpus = (2, 3)
-
-    def check(self):
-        pass
-
-
-def test_the_gpus_of_a_server_are_read_while_it_is_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "SGLangServer", OnGpus)
-
-    def monitor(gpus):
-        return SimpleNamespace(lacks="", take=lambda: GpuUse(1, sum(gpus)), close=lambda: None)
-
-    monkeypatch.setattr(supervisor, "GpuMonitor", monitor)
-    heard = Recorder()
-    servers = Supervisor(external(["http://unused"], output=tmp_path), ["server-0"], heard)
-    run_until(servers, lambda: heard.uses == {"server-0": GpuUse(1, 5)})
-
-
 def test_where_memory_is_shared_a_server_starts_again_in_a_weight_sync_alone(tmp_path, monkeypatch):
     """Of two servers one never comes up; it is waited for once."""
     started, dead = [], set()
@@ -86,10 +63,10 @@ def test_where_memory_is_shared_a_server_starts_again_in_a_weight_sync_alone(tmp
     async def work():
         async with listening(Server()) as url, open_session() as session:
 
-            class Sharing(OnGpus):
+            class Sharing(Ending):
                 def __init__(self, *_, name, incarnation, **__):
                     self.endpoint = Endpoint(name, incarnation, url, 1, "")
-                    self.gpus, self.cached_tokens = (), None
+                    self.cached_tokens = None
 
                 def start(self):
                     if self.endpoint.name == "server-0":

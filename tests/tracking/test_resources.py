@@ -9,25 +9,16 @@ import pytest
 import torch
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.runtime.gpu_usage import GpuUse
 from dynamo_megatron.tracking.resources import StepProfiler, resource_metrics
 
 MB = 1_000_000
 
 
-def test_the_largest_rank_the_node_that_moves_most_and_the_disk_of_the_output_count(tmp_path):
-    one = {"host_memory": 5, "gpu_memory": 9, "gpu": GpuUse(2, 70, 1.8), "network": {("eth0", "sent"): 100.0}}
-    two = {"host_memory": 7, "gpu_memory": 8, "gpu": GpuUse(1, 80, 0.6), "network": {}}
-    network = {("eth0", "sent"): 20.0, ("eth0", "received"): 50.0}
-    three = {**two, "gpu": GpuUse(), "network": network}  # NVML fails there
-    metrics = resource_metrics([one, two, three], tmp_path)
+def test_the_largest_rank_and_the_disk_of_the_output_count(tmp_path):
+    metrics = resource_metrics([(5, 9), (7, 8)], tmp_path)
     assert (metrics["resources/host_memory_max"], metrics["resources/gpu_memory_max"]) == (7, 9)
-    assert (metrics["resources/gpu_utilisation"], metrics["resources/gpu_utilisation_min"]) == (0.75, 0.6)
-    assert metrics["resources/gpu_used_max"] == 80
-    assert (metrics["resources/network/eth0/sent"], metrics["resources/network/eth0/received"]) == (100, 50)
     disk = os.statvfs(tmp_path)
     assert metrics["resources/disk_free"] == pytest.approx(disk.f_bavail * disk.f_frsize, rel=0.01)
-    assert not any("gpu_u" in key for key in resource_metrics([three], tmp_path))
 
 
 @pytest.mark.parametrize("replica", [0, 1])

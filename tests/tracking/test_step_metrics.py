@@ -10,7 +10,6 @@ from background_run import made_rollout
 from dynamo_megatron.config import Config
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.rollout.result import Outcome, RolloutResult, ServerUse
-from dynamo_megatron.runtime.gpu_usage import GpuUse
 from dynamo_megatron.tracking.phases import Clock
 from dynamo_megatron.tracking.step_metrics import StepRecord, step_metrics
 from dynamo_megatron.types import REWARD_STATES, RolloutBatch, TokenStats
@@ -62,7 +61,7 @@ def metrics(
     }
     uses = {
         "server-0": ServerUse(tokens=10, busy=1.0, kv_cache=0.25, retries=1),
-        "server-1": ServerUse(busy=2.5, restarts=2, gpu=GpuUse(4, 70, 1.0)),
+        "server-1": ServerUse(busy=2.5, restarts=2),
     }
     result = RolloutResult(rollouts, outcomes, 2.0, [], uses=uses).without(rejected, [])
     allocations = [
@@ -157,9 +156,6 @@ def test_what_the_servers_did():
     assert {k: found[f"fleet/server-0/{k}"] for k in per_server} == per_server
     assert (found["fleet/server-1/rollouts"], found["fleet/server-1/busy_share"]) == (0, 1.0)
     assert "fleet/server-1/kv_cache" not in found  # nobody has asked for it
-    assert (found["fleet/server-1/gpu_memory"], found["fleet/server-1/gpu_utilisation"]) == (70, 0.25)
-    assert (found["fleet/gpu_memory_max"], found["fleet/gpu_utilisation"]) == (70, 0.25)
-    assert "fleet/server-0/gpu_memory" not in found
 
 
 def test_of_a_critic():

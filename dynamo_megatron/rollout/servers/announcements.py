@@ -23,7 +23,6 @@ from typing import Any
 
 from dynamo_megatron.rollout.servers.server_api import Endpoint
 from dynamo_megatron.rollout.servers.supervisor import Listener, Supervisor
-from dynamo_megatron.runtime.gpu_usage import GpuUse
 from dynamo_megatron.runtime.whole_files import replacing
 
 BEAT_EVERY = 1.0  # seconds
@@ -75,8 +74,6 @@ class Announced:
                         self._listener.down(name, f"its node has ended ({file.path} is gone)", False)
                     if said is None or said["token"] != self._token:
                         continue
-                    if "gpu" in said and file.missed == 0:
-                        self._listener.gpu_use(name, GpuUse(*said["gpu"]))
                     now = said["incarnation"], "endpoint" in said and file.missed < SILENCE
                     if now == heard.get(name):
                         continue
@@ -118,9 +115,6 @@ class NodeSide:
     def down(self, name: str, why: str, final: bool) -> None:
         self._incarnations[name] += 1  # a start that failed was an incarnation that nobody saw
         self._say(name, self._incarnations[name], {"why": why, "final": final})
-
-    def gpu_use(self, name: str, use: GpuUse) -> None:
-        self._said[name]["gpu"] = use
 
     async def join(self, timeout: float) -> None:
         """Waits until a run gives signs of life, for at most `timeout` seconds. Raises TimeoutError."""

@@ -29,7 +29,6 @@ from dynamo_megatron.rollout.servers.announcements import Announced
 from dynamo_megatron.rollout.servers.server import shares_memory
 from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, Endpoint
 from dynamo_megatron.rollout.servers.supervisor import External, Supervisor
-from dynamo_megatron.runtime.gpu_usage import GpuUse
 from dynamo_megatron.runtime.routes import RouteShape
 
 HEALTH_EVERY = 2.0  # seconds
@@ -164,9 +163,6 @@ class Fleet:
         if final:
             self.notes.append(f"{name} is not started again: {why}")
         self._announce()
-
-    def gpu_use(self, name: str, use: GpuUse) -> None:
-        self.uses[name].gpu = self.uses[name].gpu.plus(use)
 
     def mark_failed(self, endpoint: Endpoint, why: str) -> None:
         """Takes the server at `endpoint` out of the rotation and has it restarted, unless it is out already."""
@@ -420,7 +416,7 @@ class Fleet:
         """Forgets what evaluations have used."""
         self._used_since = time.monotonic()
         for use in self.uses.values():
-            use.tokens, use.busy, use.retries, use.gpu = 0, 0.0, 0, GpuUse()
+            use.tokens, use.busy, use.retries = 0, 0.0, 0
 
     def take_use(self) -> tuple[float, dict[str, ServerUse]]:
         """Returns the seconds since the last call, or since `work_begins`, and what each server did in them."""

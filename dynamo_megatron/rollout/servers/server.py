@@ -202,12 +202,6 @@ class SGLangServer:
         key = os.environ[config.api_key_env] if config.api_key_env else secrets.token_hex(32)
         self.endpoint = Endpoint(name, incarnation, url, config.tp, key)
 
-    @property
-    def gpus(self) -> list[int]:
-        """Its GPUs, indices among those that this process sees; [] on a CPU."""
-        first = self._slot * self._config.tp
-        return list(range(first, first + self._config.tp)) if cuda_available() else []
-
     def start(self) -> None:
         """Returns at once. The server ends when this process does, however that happens."""
         self._log_start, on_cpu = mark(self.log), not cuda_available()

@@ -16,7 +16,6 @@ from dynamo_megatron.rollout.client import SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.server import POLL_EVERY, SGLangServer, cuda_available, shares_memory
 from dynamo_megatron.rollout.servers.server_api import Endpoint
-from dynamo_megatron.runtime.gpu_usage import GpuMonitor, GpuUse
 from dynamo_megatron.runtime.seeds import derived_seed
 
 PAUSE = 1.0  # seconds before a restart; doubled with each start in a row that failed
@@ -42,9 +41,6 @@ class Listener(Protocol):
 
     def down(self, name: str, why: str, final: bool) -> None:
         """The server is gone or did not come up. `final`: for good; otherwise another incarnation follows."""
-
-    def gpu_use(self, name: str, use: GpuUse) -> None:
-        """What the GPUs of a server that is up are doing; about once a second."""
 
 
 class Supervisor:
@@ -118,21 +114,12 @@ class Supervisor:
     async def _until_failed(self, server: SGLangServer) -> str:
         """Waits until this incarnation is to be restarted; returns why. Raises RolloutError where the server ends by
         itself."""
-        server.check()
-        monitor = await asyncio.to_thread(GpuMonitor, server.gpus)
-        if monitor.lacks:
-            print(monitor.lacks, flush=True)
-        try:
-            while True:
-                server.check()
-                if (use := monitor.take()).samples:
-                    self._listener.gpu_use(server.endpoint.name, use)
-                incarnation, why = self._restarts.get(server.endpoint.name, (0, ""))
-                if incarnation >= server.endpoint.incarnation:
-                    return why
-                await asyncio.sleep(POLL_EVERY)
-        finally:
-            monitor.close()
+        while True:
+            server.check()
+            incarnation, why = self._restarts.get(server.endpoint.name, (0, ""))
+            if incarnation >= server.endpoint.incarnation:
+                return why
+            await asyncio.sleep(POLL_EVERY)
 
 
 class External:
