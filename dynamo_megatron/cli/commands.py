@@ -239,7 +239,7 @@ def _replay(options: argparse.Namespace) -> int:
         raise ConfigError(_unknown(more[0], options.subparser))
     from dynamo_megatron.replay.what_if import write_replay
 
-    text = write_replay(Path(run), options.allocator, options.success_threshold, options.reward_key, options.out)
+    text = write_replay(Path(run), options.allocator, options.out)
     print(printable(text))
     return 0
 

@@ -196,8 +196,7 @@ COMMANDS: dict[str, Sequence[Any]] = {
             "run",
             nargs="*",
             metavar="RUN | key=value",
-            help="a run's output_dir, or a folder of rollouts of verl (trainer.rollout_data_dir) or slime "
-            "(--save-debug-rollout-data); with --step keys of the configuration that are to differ",
+            help="a run's output_dir; with --step keys of the configuration that are to differ",
         ),
         option("--step", nargs=2, metavar=("RUN", "N"), help="repeat what gave NaN or infinity in step N of RUN"),
         option("--ranks", type=positive, help="with --step: local processes (default: as many as the run had)"),
@@ -209,10 +208,6 @@ COMMANDS: dict[str, Sequence[Any]] = {
             "times (default: each of them)",
         ),
         option("--out", type=Path, help="folder to write to (default: RUN)"),
-        option(
-            "--success-threshold", type=float, help="verl, slime: a rollout succeeds from this reward on (default 1)"
-        ),
-        option("--reward-key", help="verl, slime: the field with the reward, where it is not score or reward"),
     ),
     "verify": (
         "recompute and check a finished step of a run with numpy and transformers: a table; docs/analysis.md",

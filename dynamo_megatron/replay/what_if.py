@@ -17,7 +17,7 @@ from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.config import AllocationConfig
 from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.evaluation.results import markdown
-from dynamo_megatron.replay.recording import RecordedStep, Recording, read_record
+from dynamo_megatron.replay.recording import RecordedStep, Recording, read_run
 from dynamo_megatron.reports.figures import rate_classes
 
 DEFAULT_ALLOCATORS = ("uniform", "waterfill", "neyman", "knapsack", "gvm", "cures")
@@ -29,16 +29,14 @@ MEANING = (
 )
 
 
-def write_replay(
-    folder: Path, allocators: Sequence[str] | None, threshold: float | None, reward_key: str | None, out: Path | None
-) -> str:
+def write_replay(folder: Path, allocators: Sequence[str] | None, out: Path | None) -> str:
     """Writes replay.md, and as replay.json the step, prompt and success rate of every visit and the counts that it was
     given, into `out` (None: `folder`). Returns the text of replay.md, and where the files are.
 
-    `threshold` and `reward_key` are for the dumps of other trainers. Raises ValueError (one line) for a folder without
-    rollouts, for a broken line in it, and for an allocator that cannot be parsed or does not fit the budget.
+    Raises ValueError (one line) for a folder without rollouts, for a broken line in it, and for an allocator that
+    cannot be parsed or does not fit the budget.
     """
-    recording = read_record(folder, 1.0 if threshold is None else threshold, reward_key)
+    recording = read_run(folder)
     steps, base = recording.steps, allocator_of(recording)
     counts = {"as recorded": given(steps)}
     for text in dict.fromkeys(["uniform", *(allocators or DEFAULT_ALLOCATORS)]):
@@ -67,12 +65,12 @@ def _heading(recording: Recording, base: AllocationConfig) -> list[str]:
     prompts = len(set(recording.prompt_ids))
     lines = [
         f"# Replay of {recording.folder}",
-        f"Steps {steps[0].step} to {steps[-1].step} of {recording.trainer} with {sum(s.budget for s in steps)} "
-        f"rollouts: {visits} visits to {prompts} prompts. On a first visit nothing is known of a prompt; "
+        f"Steps {steps[0].step} to {steps[-1].step} with {sum(s.budget for s in steps)} rollouts: "
+        f"{visits} visits to {prompts} prompts. On a first visit nothing is known of a prompt; "
         f"{visits - prompts} visits are later ones.",
     ]
     # gvm and cures are not reproducible: a record has only estimates of energies.
-    if recording.trainer == "dynamo-megatron" and base.kind not in ("gvm", "cures"):
+    if base.kind not in ("gvm", "cures"):
         if (difference := first_difference(steps, replay(steps, base))) is None:
             lines.append(f"Replaying the run's own allocator gives all {visits} counts of allocation.jsonl exactly.")
         else:
@@ -101,8 +99,8 @@ def _tables(rates: np.ndarray, counts: dict[str, np.ndarray], base: AllocationCo
 
 
 def allocator_of(recording: Recording, text: str = "") -> AllocationConfig:
-    """The run's own allocator, for the dump of another trainer the defaults, with the keys of `text` (`--allocator`):
-    keys of algorithm.allocation, separated by commas; a first word without "=" is the kind.
+    """The run's own allocator with the keys of `text` (`--allocator`): keys of algorithm.allocation, separated by
+    commas; a first word without "=" is the kind.
 
     Raises ConfigError for an unknown key or kind, and for a budget, because every allocator gets the step's budget.
     """

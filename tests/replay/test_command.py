@@ -3,7 +3,6 @@
 import json
 import re
 
-import numpy as np
 import pytest
 from recorded import write_run
 
@@ -63,21 +62,6 @@ def test_what_is_not_reproduced_is_said_in_one_line(tmp_path, capsys):
     assert said[1] != said[2]
 
 
-def test_dumps_of_other_trainers(tmp_path, capsys):
-    """Four steps with 32 rollouts, above the upper bound of our own runs."""
-    generator = np.random.default_rng(0)
-    for step in range(1, 5):
-        rows = [{"input": f"q{i}", "score": float(generator.random() < i / 5)} for i in range(6) for _ in range(32)]
-        (tmp_path / f"{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["replay", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    rows = table(text)
-    assert len(rows) == 7 and float(rows["neyman"][1]) < 1 and all(row[0] == str(4 * 6 * 32) for row in rows.values())
-    assert "had the step's budget and, but for keys of its own, 8 to 96 rollouts" in text
-    assert "REPRODUCED" not in text and "own allocator" not in text
-    assert json.loads((tmp_path / "replay.json").read_text())["prompt_ids"][2] == "q2"
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -94,5 +78,5 @@ def test_refused(run, tmp_path, capsys, options, says):
 
 def test_folders_of_something_else(run, tmp_path, capsys):
     (tmp_path / "notes.jsonl").write_text("{}\n")
-    assert "no run (config.yaml), no rollouts of verl" in refused(capsys, tmp_path)
+    assert "no config.yaml, so no run's folder" in refused(capsys, tmp_path)
     assert "name a folder to write to with --out" in refused(capsys, run, "--out", tmp_path / "notes.jsonl")
