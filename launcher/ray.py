@@ -2,8 +2,7 @@
 
 Ray only places the processes and watches them. They communicate as under other launchers: through the store at
 MASTER_ADDR:MASTER_PORT, NCCL, and files in output_dir. In a split fleet each server has an actor too, which
-`dynamo-megatron serve` counts as a node. The rollout process and the reward workers are rank 0's children, on its node;
-with `reward.placement: ray` the rollout process joins the cluster, and has reward workers on all nodes.
+`dynamo-megatron serve` counts as a node. The rollout process and the reward workers are rank 0's children, on its node.
 """
 
 from __future__ import annotations
@@ -231,7 +230,6 @@ class RayRun:
                 "LOCAL_WORLD_SIZE": str(of_a_node),
                 "MASTER_ADDR": first.address,
                 "MASTER_PORT": str(first.port),
-                "RAY_ADDRESS": ray.get_runtime_context().gcs_address,  # for reward.placement: ray
                 **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
             }
             self._begin(placed, "train", self._words, own)

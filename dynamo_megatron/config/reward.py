@@ -143,10 +143,8 @@ class RewardConfig(Section):
     success_threshold: float = 1.0  # a rollout succeeds where the first function gives at least this
     deadline: Seconds = 10.0  # seconds a sample (services: a request, its repeats included); then reward 0, counted
     on_error: Literal["raise", "zero"] = "raise"
-    # processes, with placement ray on each node; None: a quarter of the cores of rank 0's node, at least 2, at most 32
+    # processes on rank 0's node; None: a quarter of its cores, at least 2, at most 32
     workers: Annotated[int, Field(ge=1, le=1024)] | None = None
-    # nodes that the functions' processes are on: rank 0's (local), or all of the run's Ray cluster (docs/rewards.md)
-    placement: Literal["local", "ray"] = "local"
     api_key_env: str | None = None  # http://: environment variable with the key sent as Authorization: Bearer
     format: FormatConfig = FormatConfig()
     length: LengthConfig = LengthConfig()

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -28,10 +27,8 @@ from dynamo_megatron.types import LARGEST_REWARD, Prompt
 
 if TYPE_CHECKING:
     from dynamo_megatron.reward.http import HttpReward
-    from dynamo_megatron.reward.ray_workers import RayWorkers
 
 SHOWN = 300  # characters of a problem, an answer or a response in a message
-Runner = Callable[[Prompt, str], list[FunctionResult]]  # scores a response
 WORKER = (sys.executable, "-P", "-m", "dynamo_megatron.reward.worker")
 START_TIMEOUT = 120.0  # seconds; imports from a busy network file system take long
 END_TIMEOUT = 30.0  # seconds for a worker to end with all that it has started: mostly 0.1, more on a busy machine
@@ -56,8 +53,7 @@ class Score:
 
 
 class RewardPool:
-    """Scores responses with worker processes (`Workers`, or with `placement: ray` `RayWorkers`) and with services:
-    URLs, `judge` and `reward_model`.
+    """Scores responses with worker processes (`Workers`) and with services: URLs, `judge` and `reward_model`.
 
     A sample that is late gets reward 0 and status "reward_timeout". Where a function or service fails, `score` raises
     RewardError, or the sample gets reward 0 and status "reward_error" (`config.on_error`). `prime` is not computed here
@@ -68,7 +64,7 @@ class RewardPool:
         self._config = config
         self._local = [name for name in config.outcomes if not name.startswith(URLS) and name not in SERVICES]
         self._services: list[HttpReward] = []
-        self._workers: Workers | RayWorkers | None = None
+        self._workers: Workers | None = None
         self._closed = False
 
     def start(self) -> None:
@@ -80,7 +76,7 @@ class RewardPool:
                     self._services.append(self._service(name))
                     self._services[-1].start()
             if self._local:
-                self._workers = self._placed()
+                self._workers = Workers(self._local, self._config)
                 self._workers.start()
         except BaseException:
             self.close()
@@ -102,16 +98,6 @@ class RewardPool:
             service.close()
         if self._workers is not None:
             self._workers.close()
-
-    def _placed(self) -> Workers | RayWorkers:
-        if self._config.placement == "local":
-            return Workers(self._local, self._config)
-        try:
-            from dynamo_megatron.reward.ray_workers import RayWorkers
-        except ModuleNotFoundError as error:
-            lacks = f"this interpreter has no {error.name}"
-            raise InputError(f"reward.placement: ray: {lacks}; pip install 'dynamo-megatron[ray]'") from None
-        return RayWorkers(self._local, self._config)
 
     def _service(self, name: str) -> HttpReward:
         # Not at the top: the workers import this file too, and aiohttp would slow their start.
@@ -157,48 +143,30 @@ def _failure(prompt: Prompt, response: str, failed: FunctionResult) -> str:
 # Worker processes
 
 
-class WorkerPool:
-    """Gives each sample to one of the `runners` that is free. May be used from any thread."""
-
-    def __init__(self, runners: Sequence[Runner]) -> None:
-        self._free: queue.SimpleQueue[Runner] = queue.SimpleQueue()
-        for runner in runners:
-            self._free.put(runner)
-        # Blocking reads in threads, not asyncio's: the pool outlives event loops.
-        self._threads = ThreadPoolExecutor(len(runners))
-
-    def submit(self, prompt: Prompt, response: str) -> Future[list[FunctionResult]]:
-        """One result per function, up to the first one that took all of the deadline or ended its process."""
-        return self._threads.submit(self._run, prompt, response)
-
-    def close(self) -> None:
-        """Drops the samples that wait, and waits for those under way. May be called twice."""
-        self._threads.shutdown(cancel_futures=True)
-
-    def _run(self, prompt: Prompt, response: str) -> list[FunctionResult]:
-        runner = self._free.get()
-        try:
-            return runner(prompt, response)
-        finally:
-            self._free.put(runner)
-
-
 def processes(config: RewardConfig) -> int:
-    """Worker processes of a node."""
+    """How many worker processes there are."""
     return config.workers or min(32, max(2, usable_cores() // 4))
 
 
-class Workers(WorkerPool):
-    """`processes` of them on this machine that run `functions`."""
+class Workers:
+    """`processes` of them that run `functions`. May be used from any thread."""
 
     def __init__(self, functions: list[str], config: RewardConfig) -> None:
         self.workers = [Worker(functions, config) for _ in range(processes(config))]
-        super().__init__([worker.run for worker in self.workers])
+        self._free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for worker in self.workers:
+            self._free.put(worker)
+        # Blocking reads in threads, not asyncio's: the pool outlives event loops.
+        self._threads = ThreadPoolExecutor(len(self.workers))
 
     def start(self) -> None:
         """Waits until all are ready. Raises as `Worker.wait_ready`."""
         for worker in self.workers:
             worker.wait_ready()
+
+    def submit(self, prompt: Prompt, response: str) -> Future[list[FunctionResult]]:
+        """One result per function, up to the first one that took all of the deadline or ended its process."""
+        return self._threads.submit(self._run, prompt, response)
 
     def close(self) -> None:
         """Stops all workers now; samples under way are lost. May be called twice."""
@@ -206,7 +174,14 @@ class Workers(WorkerPool):
             worker.close()  # all at once: each takes a moment to end
         for worker in self.workers:
             worker.end()
-        super().close()
+        self._threads.shutdown(cancel_futures=True)
+
+    def _run(self, prompt: Prompt, response: str) -> list[FunctionResult]:
+        worker = self._free.get()
+        try:
+            return worker.run(prompt, response)
+        finally:
+            self._free.put(worker)
 
 
 class Worker:
@@ -223,7 +198,7 @@ class Worker:
         self._start()
 
     def run(self, prompt: Prompt, response: str) -> list[FunctionResult]:
-        """Returns what `WorkerPool.submit` promises. Raises RuntimeError after `close`."""
+        """Returns what `Workers.submit` promises. Raises RuntimeError after `close`."""
         try:
             if self.process.poll() is not None:
                 self._start()
