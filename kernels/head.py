@@ -172,7 +172,7 @@ def policy_loss(
     call), with weight.grad_added_to_main_grad set and zeros as weight.grad; else weight.grad has the weight's dtype. A
     weight that needs no gradient saves dW's GEMM.
     Metrics: tokens, loss (weighted), entropy (nats), kl (nats) and kl_square, ratio and ratio_square (of the policy
-    loss), clipped, clipped_dual, damped (beta_stab < 0.9), boosted (beta_comp > 1.1).
+    loss); of tokens whose weight is not 0 clipped, clipped_dual, damped (beta_stab < 0.9), boosted (beta_comp > 1.1).
 
     Raises ValueError that names the argument.
     """

@@ -180,7 +180,7 @@ def summed_loss(
     kl = torch.zeros_like(advantages) if loss.kl is None else loss.kl.detach()
     log_ratios = logp - old_logprobs if tokens.log_ratios is None else tokens.log_ratios
     ratio = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    counts = (loss.clipped, loss.clipped_dual, damped, boosted)
+    counts = (counted * (tokens.weights != 0) for counted in (loss.clipped, loss.clipped_dual, damped, boosted))
     values = (h, kl, kl.square(), ratio, ratio.square(), *counts)
     sums = [(tokens.weights * loss.loss).sum(), *(v.sum(dtype=logp.dtype) for v in values)]
     return loss.loss, advantages, torch.stack(sums)

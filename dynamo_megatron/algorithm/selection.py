@@ -36,6 +36,7 @@ def top_entropy(entropy: Tensor, ratio: float) -> Tensor:
 def covariance(advantages: Tensor, logprobs: Tensor) -> Tensor:
     """(A - mean A)(log pi - mean log pi), float64 [n], the means over the n tokens (arXiv 2505.22617, section 4)."""
     a, p = advantages.double(), logprobs.double()
+    a = a - a[:1]  # equal advantages become 0 exactly
     return (a - a.mean()) * (p - p.mean())
 
 

@@ -28,6 +28,7 @@ def test_covariance_of_each_token():
     advantages, logprobs = rng.normal(size=500).astype(np.float32), -rng.exponential(size=500).astype(np.float32)
     want = (advantages - advantages.astype(float).mean()) * (logprobs - logprobs.astype(float).mean())
     np.testing.assert_allclose(covariance(advantages, logprobs), want, rtol=1e-12)
+    assert not covariance(np.full(500, -0.866), logprobs).any()  # whose mean is another number by rounding
 
 
 def test_kl_cov_takes_the_largest_and_at_least_one():

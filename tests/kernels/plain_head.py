@@ -40,6 +40,7 @@ def case(tokens=23, vocab=37, rows=40, h=8, seed=0, dtype=torch.float64, scale=2
     c.advantages = randn(tokens)
     c.advantages[::5] = 0.0
     c.weights = torch.rand(tokens, generator=g, dtype=torch.float64) / max(tokens, 1)
+    c.weights[9::7] = 0.0
     c.weight[vocab:] = 1e4
     if tokens > 4:
         c.labels[[1, 4]] = IGNORE
@@ -103,7 +104,7 @@ def policy(c, config, temperature=1.0, ranges=None, upstream=1.0):
         boost = 1 + m.alpha * ((high - out.entropy) / (high - low + 1e-8)).clamp(0, 1)
         comp = torch.where(adv > 0, boost, 1.0)
         adv = adv * stab * comp
-        out.damped, out.boosted = (stab < 0.9).sum(), (comp > 1.1).sum()
+        out.damped, out.boosted = ((stab < 0.9) & (w != 0)).sum(), ((comp > 1.1) & (w != 0)).sum()
         out.ranges = (low, high, top)
     out.advantages = adv
     d = logp - old
