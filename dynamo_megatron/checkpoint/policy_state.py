@@ -47,7 +47,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dynamo_megatron.checkpoint.adapters import check_base, read_lora
-from dynamo_megatron.checkpoint.folder import check_model, file_checksum, publish, unfinished_folder, write_state
+from dynamo_megatron.checkpoint.folder import (
+    check_model,
+    file_checksum,
+    publish,
+    read_manifest,
+    unfinished_folder,
+    write_state,
+)
 from dynamo_megatron.checkpoint.torch_dist import CRITIC, TorchDistReader, write_common
 from dynamo_megatron.checkpoint.weights import verify_bytes
 from dynamo_megatron.errors import InputError
@@ -125,6 +132,7 @@ class Save:
             "model": policy.spec.dimensions(),
             "dtype": policy.config.model.dtype,
             "layout": {**saved_by, "dp": policy.layout.dp.size()},
+            "frozen": policy.frozen.digests,
         }
         if (lora := policy.config.model.lora) is not None:
             self._contents["lora"] = {**lora.model_dump(), "base": policy.base_digest}
@@ -224,6 +232,12 @@ def load_checkpoint(policy: Any, folder: Path, *, optimizer: bool = True, critic
     check_model(folder, policy.spec.dimensions())
     if (lora := read_lora(folder)) is not None:
         check_base(folder, lora[1], policy.base_digest, policy.config.model.path)
+    for path, saved in read_manifest(folder).get("frozen", {}).items():
+        if policy.frozen.digests.get(path, saved) != saved:
+            raise InputError(
+                f"{folder}: {path} has other weights now than when it was saved, beside which it was trained (KL, "
+                "teacher, prime or dpo); restore that model, or start a new output_dir"
+            )
     verify_bytes(folder, policy.layout)
     _load(policy, _sharded_state(policy, loading=True, optimizer=optimizer)[0], folder)
     if critic is not None:

@@ -77,7 +77,7 @@ class PromptStream:
             )
         self.epoch, self._taken = 0, 0  # prompts of the epoch
         self._order = self._shuffled()
-        self._fingerprint = _fingerprint(prompts, encode(prompts[0]))
+        self._fingerprint = fingerprint(prompts, encode(prompts[0]))
 
     def next(self, n: int) -> list[Prompt]:
         """The next `n` prompts, as copies with `tokens` set."""
@@ -106,7 +106,7 @@ class PromptStream:
         return sorted(self._fitting, key=keys.__getitem__)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data of a fixed size: the stream's place, and a fingerprint of the prompts (`_fingerprint`)."""
+        """Plain data of a fixed size: the stream's place, and the prompts' `fingerprint`."""
         return {"epoch": self.epoch, "taken": self._taken, "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -127,7 +127,7 @@ def _text(value: Any) -> str:
     return str(value) if type(value).__module__ in ("datetime", "decimal") else type(value).__name__
 
 
-def _fingerprint(prompts: Sequence[Prompt], first: list[int]) -> str:
+def fingerprint(prompts: Sequence[Prompt], first: list[int]) -> str:
     """A hash of the ids, problems, answers and other columns in order, and of the first prompt's tokens: these show a
     change of tokenizer or template."""
     digest = hashlib.sha256(repr(first).encode())

@@ -116,6 +116,17 @@ def encode_prompt(
     return tokens
 
 
+def rendered_warning(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[str]:
+    """A line where `prompt` seems to be rendered by a chat template already, and the run puts its own around it."""
+    found = [token for token in tokenizer.all_special_tokens if token and token in (prompt.text or "")]
+    if config.template != "chat" or not found:
+        return []
+    return [
+        f"the text of prompt {prompt.label} has {found[0]}, and the chat template is put around it; where the data has "
+        "rendered prompts, set data.template='{prompt}'"
+    ]
+
+
 def chat_messages(prompt: Prompt, system_prompt: str | None) -> list[dict[str, Any]]:
     """The conversation that `prompt` begins; `system_prompt` goes first unless it has one of its own."""
     messages = prompt.messages if prompt.messages is not None else [{"role": "user", "content": prompt.text}]

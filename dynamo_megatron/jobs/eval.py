@@ -31,6 +31,7 @@ from dynamo_megatron.evaluation.subjects import Subject, file_name, find_subject
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.models.server_layout import check_served
 from dynamo_megatron.reward import RewardError
+from dynamo_megatron.reward.functions import answer_check
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.plain_text import show
@@ -184,9 +185,12 @@ def _prepared(
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
     progress.phase("loading data")
     longest = max_prompt_length(config, spec, evaluation=True)
-    prompts = {
-        name: tokenized(each, lambda prompt: encode_prompt(prompt, tokenizer, config.data), longest)
-        for name, each in problems.items()
-    }
+    check_answer = answer_check(config)
+
+    def encode(prompt):
+        check_answer(prompt)
+        return encode_prompt(prompt, tokenizer, config.data)
+
+    prompts = {name: tokenized(each, encode, longest) for name, each in problems.items()}
     ends = end_token_ids(config.model.path, tokenizer)
     return RolloutWorker(_with_servers(config, subject.url), ends, spec.vocab_size, decoder_of(tokenizer)), prompts

@@ -27,6 +27,7 @@ from dynamo_megatron.data.templates import (
     encode_prompt,
     end_token_ids,
     load_tokenizer,
+    rendered_warning,
     template_variables,
     with_objects,
 )
@@ -101,6 +102,8 @@ class SFTJob(Job):
             needs_answer=True,
             conversations=self.name == "sft",
         )
+        for warning in rendered_warning(self._stream.prompts[0], self._tokenizer, config.data):
+            self.journal.say(f"warning: {warning}")
         self.output.claim()
         if config.data.chat_template is not None:
             self.output.keep_chat_template(self._tokenizer.chat_template)
@@ -215,9 +218,7 @@ class Answers:
         if prompt.messages and prompt.messages[-1]["role"] == "assistant":
             return self._conversation(prompt)
         if not isinstance(prompt.answer, str):
-            raise InputError(
-                f"data.answer_key: the completion of {prompt.prompt_id!r} is {prompt.answer!r:.40}, not text"
-            )
+            raise InputError(f"data.answer_key: the completion of {prompt.label} is {prompt.answer!r:.40}, not text")
         example = Example([], [])
         example.add(encode_prompt(prompt, self._tokenizer, self._config), False)
         message = {"role": "assistant", "content": prompt.answer}

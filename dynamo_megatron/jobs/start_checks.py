@@ -83,7 +83,7 @@ def check_reference(spec: ModelSpec, folder: str, key: str) -> None:
 
             open_weights(folder, spec)
             return
-        reference = load_model_config(folder, spec.family).dimensions()
+        reference = load_model_config(folder).dimensions()
     except InputError as error:
         raise InputError(f"{key}: {error}") from None
     for name, own in spec.dimensions().items():

@@ -12,7 +12,7 @@ from dynamo_megatron.algorithm.allocators import load_allocator
 from dynamo_megatron.algorithm.user_functions import check_loss, load_advantage, load_loss
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.selection import PromptSelection
-from dynamo_megatron.data.stream import open_stream
+from dynamo_megatron.data.stream import fingerprint, open_stream
 from dynamo_megatron.data.templates import (
     decoder_of,
     encode_prompt,
@@ -20,6 +20,7 @@ from dynamo_megatron.data.templates import (
     load_tokenizer,
     longest_sequence,
     max_prompt_length,
+    rendered_warning,
 )
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.evaluation.problems import load_problems
@@ -28,6 +29,7 @@ from dynamo_megatron.jobs.run import Job
 from dynamo_megatron.jobs.start_checks import check_node, check_vocabulary
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.server_layout import check_served, check_server_parallel
+from dynamo_megatron.reward.functions import answer_check
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.servers.fleet import training_nodes
 from dynamo_megatron.rollout.servers.serve import NodeServers
@@ -131,7 +133,10 @@ class TrainJob(Job):
             if warning is not None:
                 self.journal.say(f"warning: {warning}")
 
+        check_answer = answer_check(config)
+
         def encode(prompt):
+            check_answer(prompt)
             return encode_prompt(prompt, tokenizer, config.data)
 
         def encode_savable(prompt):
@@ -146,6 +151,8 @@ class TrainJob(Job):
             config.prompt_stream, encode_savable, limit, before, progress.count, needs_answer=config.needs_answers
         )
         prompts = self._stream.prompts
+        for warning in rendered_warning(prompts[0], tokenizer, config.data):
+            self.journal.say(f"warning: {warning}")
         self._allocator = RolloutAllocator(config.algorithm.allocation)
         self._selection = PromptSelection(config.prompt_stream, self._stream, self._allocator.history)
         if config.rollout.engine == "recorded":
@@ -154,6 +161,7 @@ class TrainJob(Job):
             longest = max_prompt_length(config, spec, evaluation=True)
             progress.phase("loading evaluation data")
             held_out = load_problems(config, encode, longest, training=prompts)
+            self.journal.evaluates(fingerprint(held_out, held_out[0].tokens))
             self._evaluation = PeriodicEvaluation(config, held_out, self._rollout)
         if config.data.chat_template is not None:
             self.output.keep_chat_template(tokenizer.chat_template)

@@ -48,7 +48,9 @@ def load_model_config(path: str | Path, family: str | None = None, source: str =
             f"{path}: no such folder; give a Hugging Face folder on this machine, or one that `convert hf2mcore` wrote"
         )
     if not file.is_file():
-        raise InputError(f"{file}: no such file; give a folder with config.json, weights and tokenizer")
+        of_run = file.parent / "hf"  # of a run's output_dir
+        right = of_run if (of_run / "config.json").is_file() else "a folder with config.json, weights and tokenizer"
+        raise InputError(f"{file}: no such file; give {right}")
     config = plain_json.read_object(file)
     kind = config.get("model_type")
     known = FAMILIES.get(kind) if isinstance(kind, str) else None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from dynamo_megatron.checkpoint.weights import load_folder
+from dynamo_megatron.checkpoint.weights import load_folder, model_digest
 from dynamo_megatron.config import Config
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.policy.layout import Layout
@@ -17,7 +17,7 @@ from dynamo_megatron.policy.model import PolicyModel
 
 class FrozenModels:
     """Loads them, one after the other, and the policy's own weights last. This rank's parts of them wait in (pinned)
-    host memory."""
+    host memory. `digests`: folder -> `model_digest`."""
 
     def __init__(self, chunks: Sequence[PolicyModel], spec: ModelSpec, config: Config, layout: Layout):
         self._chunks = chunks
@@ -27,6 +27,7 @@ class FrozenModels:
             load_folder(chunks, spec, folder, layout)
             copies = (p.detach().to("cpu", copy=True) for p in _weights(chunks))
             self._waiting[folder] = [copy.pin_memory() if cuda else copy for copy in copies]
+        self.digests = {folder: model_digest(folder, spec, layout) for folder in sorted(folders)}
         if own not in folders:
             load_folder(chunks, spec, own, layout)
 

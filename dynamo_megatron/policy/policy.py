@@ -65,7 +65,7 @@ class Policy:
         self.spec, self.config, self.layout = spec, config, layout
         self._cost = SequenceCost.of_model(spec)
         self.chunks = build(spec, config, layout)
-        self._frozen = FrozenModels(self.chunks, spec, config, layout)
+        self.frozen = FrozenModels(self.chunks, spec, config, layout)
         self.base_digest: str | None = None  # of the weights that adapters are beside
         if config.model.lora is not None:
             self.base_digest = model_digest(config.model.path, spec, layout)
@@ -179,7 +179,7 @@ class Policy:
             self._measure(micro_batches, found, temperature)
             return self._gathered(found, inputs, "policy")
         folder = self.config.frozen_models[model]
-        with self._frozen.in_place(folder):
+        with self.frozen.in_place(folder):
             self._measure(micro_batches, found, temperature, routed=False)
         return self._gathered(found, inputs, f"{model} {folder}")
 

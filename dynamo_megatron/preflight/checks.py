@@ -33,6 +33,7 @@ from dynamo_megatron.data.templates import (
     load_tokenizer,
     longest_sequence,
     max_prompt_length,
+    rendered_warning,
 )
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.problems import load_problems, overlap_warnings
@@ -43,6 +44,7 @@ from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.server_layout import check_served
 from dynamo_megatron.planning.hardware import Cluster, gpu_named
 from dynamo_megatron.reward import RewardError, RewardPool, Score
+from dynamo_megatron.reward.functions import answer_check
 from dynamo_megatron.reward.http import key_of
 from dynamo_megatron.reward.pool import processes
 from dynamo_megatron.rollout.agents.pool import check_agent
@@ -217,7 +219,7 @@ def data(subject: Subject) -> Iterator[Finding]:
         f"{len(prompts):,} prompts from {config.data.source}, the longest of {len(encoded)} {longest} tokens, at most "
         f"{limit}; the first: {shown!r}"
     )
-    yield from map(note, subject.data_notes)
+    yield from map(note, [*subject.data_notes, *rendered_warning(prompts[0], subject.tokenizer, config.data)])
     if long:
         yield note(f"{long} of {len(encoded)} prompts have more than {limit} tokens and will be skipped")
     if len(prompts) < config.data.batch_prompts:
@@ -233,6 +235,9 @@ def reward(subject: Subject) -> Iterator[Finding]:
     if not prompts:
         yield skipped("no row has an answer, so the agent must give the reward")
         return
+    check_answer = answer_check(subject.config)
+    for prompt in prompts:
+        check_answer(prompt)
     prompts = prompts[:SAMPLES]
     try:
         scores = asyncio.run(_score(config, prompts))
@@ -274,6 +279,9 @@ def evaluation(subject: Subject) -> Iterator[Finding]:
         yield skipped("eval.data is not set")
         return
     problems = load_problems(config, subject.encode, max_prompt_length(config, subject.spec, evaluation=True))
+    check_answer = answer_check(config)
+    for problem in problems:
+        check_answer(problem)
     yield ok(f"{len(problems):,} problems from {config.eval.data}")
     for warning in overlap_warnings(problems, subject.prompts, config.data.source):
         yield note(f"{warning}: take them out of data.source or eval.data")

@@ -69,7 +69,9 @@ def read_run(folder: Path) -> RunRecord:
     if not metrics:
         raise InputError(f"{folder}: no step in metrics.jsonl; a report needs at least one finished step")
     if "reward/mean" not in metrics[-1]:
-        raise InputError(f"{folder}: a run of sft; a report is about a run of train (metrics.jsonl has the losses)")
+        raise InputError(
+            f"{folder}: a run of sft or dpo; a report is about one of train (metrics.jsonl has the losses)"
+        )
     return RunRecord(folder, config, metrics, list(read_rows(folder / "evaluations.jsonl", "step")))
 
 

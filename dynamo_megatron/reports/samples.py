@@ -20,7 +20,9 @@ def _files(folder: Path) -> tuple[Path, dict[int, Path]]:
     """Where the rollouts of the run in `folder` are, and the file of each step."""
     source = Path(read_config(folder)["rollout"].get("recorded") or folder)
     if not (files := step_files(source)):
-        raise InputError(f"{source}: no rollouts/step-*.jsonl.zst; the run has generated nothing yet, or is one of sft")
+        raise InputError(
+            f"{source}: no rollouts/step-*.jsonl.zst; it has generated nothing yet, or is a run of sft or dpo"
+        )
     return source, files
 
 

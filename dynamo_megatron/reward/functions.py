@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from dynamo_megatron.config import RewardConfig
+from dynamo_megatron.config import Config, RewardConfig
+from dynamo_megatron.config.reward import COMPARING
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.extraction import after_thinking
 from dynamo_megatron.runtime.user_code import UserFunction, load_callable
@@ -77,6 +78,27 @@ def load_function(name: str, config: RewardConfig | None = None) -> Callable[[Pr
         if name not in BUILT_IN:
             return function
     return lambda prompt, response: function(prompt, prompt.thinking + response)
+
+
+def answer_check(config: Config) -> Callable[[Prompt], None]:
+    """What raises InputError naming the row for a prompt whose answer a built-in function of the run cannot read: the
+    run would end in the step that draws it, except with `reward.on_error: zero`."""
+    used = [name for name in config.reward.functions if name in COMPARING]
+    if not config.needs_answers or config.reward.on_error == "zero":
+        used = []
+    functions = {name: load_function(name, config.reward) for name in used}
+
+    def check(prompt: Prompt) -> None:
+        for name, function in functions.items():
+            try:
+                function(prompt, "")
+            except ValueError as error:
+                raise InputError(
+                    f"prompt {prompt.label}: {error} (reward {name}); mend the row or leave it out, or with "
+                    "reward.on_error=zero let it score 0"
+                ) from None
+
+    return check
 
 
 def checked(value: Any) -> float:

@@ -38,8 +38,13 @@ class Journal:
         self.progress = Progress(config.trainer.steps)
         self._trackers: Trackers | None = None
         self._last_line: str | None = None  # of a run that is complete
-        # Scores of other problems, prompts or another sampling, from before a resume, cannot be compared.
-        self._of = hashlib.sha256(json.dumps(scored_by(config), sort_keys=True).encode()).hexdigest()[:8]
+        self._of = ""
+
+    def evaluates(self, problems: str) -> None:
+        """Call it before `open`. Scores of problems with another fingerprint, of other prompts or of another sampling,
+        from before a resume, cannot be compared."""
+        by = {**scored_by(self._config), "problems": problems}
+        self._of = hashlib.sha256(json.dumps(by, sort_keys=True).encode()).hexdigest()[:8]
 
     def open(self, start: int) -> None:
         """The run goes on after step `start`: lines and statistics of later steps are dropped."""

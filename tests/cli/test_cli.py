@@ -60,6 +60,10 @@ def test_a_reference_policy_of_another_shape_is_refused(base, capsys, make_tiny_
     capsys.readouterr()
     said = refused(capsys, base / "config.yaml", f"algorithm.kl={{coef: 0.1, reference: {other}}}")
     assert f"algorithm.kl.reference: {other} has num_layers 3, the policy 2" in said
+    other = make_tiny_model(base / "llama", family="llama")
+    capsys.readouterr()
+    said = refused(capsys, base / "config.yaml", f"algorithm.kl={{coef: 0.1, reference: {other}}}")
+    assert f"algorithm.kl.reference: {other} has family llama, the policy qwen2" in said
 
 
 @pytest.mark.parametrize("key", ["eval.every=2", "data.max_prompt_length=9", "data.selection=priority"])

@@ -12,7 +12,9 @@ RATES, STEPS = (1e-6, 1.5e-6), 4
 NAN = "rank 1, step 3: NonFiniteError: the gradient norm is nan: prompt 7"
 
 
-def write_run(run, final: float, *, start: float = 0.2, said: str = "done", code: int = 0, batch: int = 10) -> None:
+def write_run(
+    run, final: float, *, start: float = 0.2, of: str = "a", said: str = "done", code: int = 0, batch: int = 10
+) -> None:
     """A straight line from `start` to `final`; `batch` rollouts of 7 tokens a step, an evaluation every second one."""
     steps = STEPS if code == 0 else 2
     run.folder.mkdir(parents=True)
@@ -28,7 +30,13 @@ def write_run(run, final: float, *, start: float = 0.2, said: str = "done", code
         for step in range(1, steps + 1)
     ]
     evaluations = [
-        {"step": step, "eval/pass@1": start + (final - start) * step / STEPS, "eval/pass@4": 0.9, "eval/seconds": 2.0}
+        {
+            "step": step,
+            "eval/of": of,
+            "eval/pass@1": start + (final - start) * step / STEPS,
+            "eval/pass@4": 0.9,
+            "eval/seconds": 2.0,
+        }
         for step in range(0, steps + (1 if code == 0 else 3), 2)  # one more: killed before it wrote the metrics
     ]
     for name, rows in (("metrics", metrics), ("evaluations", evaluations)):
@@ -93,6 +101,13 @@ def test_tables_of_five_seeds(made, tmp_path, capsys):
     assert main(["compare", "spec.yaml", "--table"]) == 1
     again = capsys.readouterr().out
     assert [line for line in lines if line.startswith("|")] == [x for x in again.splitlines() if x.startswith("|")]
+
+
+def test_runs_evaluated_on_other_problems_are_refused(made, capsys):
+    made([1, 2, 3, 4, 5], lambda run: usual(run) | ({"of": "b"} if run.seed == 4 else {}))
+    assert main(["compare", "spec.yaml", "--table"]) == 2
+    said = capsys.readouterr().err
+    assert "-seed4: evaluated on other problems than" in said and "-seed1, whose" in said
 
 
 def test_curves_of_arms_that_are_evaluated_less_often(made, tmp_path, capsys):

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from dynamo_megatron.config import Config, DataConfig
-from dynamo_megatron.data.templates import encode_prompt, load_tokenizer, max_prompt_length
+from dynamo_megatron.data.templates import encode_prompt, load_tokenizer, max_prompt_length, rendered_warning
 from dynamo_megatron.types import Prompt
 
 CHAT = (
@@ -83,6 +83,14 @@ def test_variables_of_the_chat_template():
 
 def test_a_template_that_prints_the_date_gives_the_same_prompt_on_every_day():
     assert rendered(TEXT, "{{ strftime_now('%d %b %Y') }}" + CHAT) == "01 Jan 2026<u>1+1?<a>"
+
+
+def test_rendered_prompts_in_a_chat_template_are_noted():
+    tokenizer, chat, plain = characters(), DataConfig(source="a"), DataConfig(source="a", template="{prompt}")
+    one = Prompt("a", text="<u>1+1?<a>?unk", where="a.jsonl:1")
+    (line,) = rendered_warning(one, tokenizer, chat)
+    assert line.startswith("the text of prompt 'a' (a.jsonl:1) has ?unk") and "data.template='{prompt}'" in line
+    assert rendered_warning(one, tokenizer, plain) == rendered_warning(TEXT, tokenizer, chat) == []
 
 
 def test_the_limit_of_prompts_is_not_one_of_evaluated_problems():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 from layout_cases import tensors_of
 from rank_cases import settings
+from safetensors.torch import load_file, save_file
 
 from dynamo_megatron.types import Sequences
 
@@ -21,6 +22,8 @@ def case(
     """`load`: the folder to begin with; else the policy trains three steps and is saved. `damaged`: see `damage`."""
     config = settings(model, parallel, trainer={"micro_batch_tokens": 64})
     config["model"] |= {"dtype": dtype, "lora": lora}
+    if "reference" in more:
+        config["algorithm"] = {"kl": {"coef": 0.1, "reference": more["reference"]}}
     return {"config": config, "ranks": ranks, "out": str(out), **more}
 
 
@@ -82,10 +85,11 @@ def on_rank(case: dict, config, layout) -> object:
 
 
 def damage(policy, root: Path) -> dict[str, str]:
-    """What is said of a save onto a full disk, by what does not fit, and of loading a file with one bit flipped. A
-    limit on a file's size stands in for the disk's end."""
+    """What is said of a save onto a full disk, by what does not fit, and of loading a file with one bit flipped, and
+    where the reference has other weights now. A limit on a file's size stands in for the disk's end."""
     from dynamo_megatron.checkpoint.folder import read_manifest
-    from dynamo_megatron.checkpoint.policy_state import begin_save
+    from dynamo_megatron.checkpoint.policy_state import begin_save, load_checkpoint
+    from dynamo_megatron.policy.frozen_models import FrozenModels
 
     said = {}
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -103,6 +107,13 @@ def damage(policy, root: Path) -> dict[str, str]:
     folder = root / "step-000003"
     for name in read_manifest(folder)["files"]:
         said[f"{name} flipped"] = load_flipped(policy, folder / name)
+    reference = Path(policy.config.algorithm.kl.reference, "model.safetensors")
+    save_file({name: -tensor for name, tensor in load_file(reference).items()}, reference)
+    policy.frozen = FrozenModels(policy.chunks, policy.spec, policy.config, policy.layout)
+    try:
+        load_checkpoint(policy, folder)
+    except ValueError as error:
+        said["another reference"] = str(error)
     return said
 
 

@@ -1,5 +1,6 @@
 """A checkpoint under every layout: the step after a load is the step that a straight run takes."""
 
+import shutil
 from pathlib import Path
 
 import checkpoint_cases
@@ -26,12 +27,13 @@ def runs(model, make_tiny_model, tmp_path_factory) -> tuple[Path, list]:
     folder = tmp_path_factory.mktemp("checkpoints")
     saved = {kind: str(folder / "straight" / kind / "step-000003") for kind in ("sync", "async")}
     other = make_tiny_model(folder / "other-model", layers=4, kv_heads=4, vocab=104, ffn=96)
+    frozen = str(shutil.copytree(model, folder / "frozen"))
     cases = [
         case(model, {"pp": 2}, folder / "straight"),
         case(model, {"pp": 2}, folder / "same", load=saved["async"]),
         case(model, {"tp": 4}, folder / "tp4", load=saved["sync"]),
         case(other, {}, folder / "other", ranks=1, load=saved["sync"]),
-        case(model, {}, folder / "damaged", ranks=1, damaged=True),
+        case(model, {}, folder / "damaged", ranks=1, damaged=True, reference=frozen),
     ]
     return folder, run_cases(checkpoint_cases.FILE, cases, folder)
 
@@ -46,6 +48,11 @@ def test_the_run_goes_on_in_the_same_layout_bit_for_bit_and_in_another(runs):
 def test_a_checkpoint_of_another_model_is_refused(runs):
     (said,) = runs[1][3]
     assert said.endswith("is a checkpoint of another model: ffn_hidden_size 128 instead of 96")
+
+
+def test_a_reference_with_other_weights_is_refused(runs):
+    said, folder = runs[1][4][0]["another reference"], runs[0]
+    assert said.startswith(f"{folder / 'damaged/checkpoints/step-000003'}: {folder / 'frozen'} has other weights now")
 
 
 def test_ranks_write_their_own_parts_with_checksums(runs):

@@ -153,6 +153,15 @@ def test_a_reward_that_raises(base, failure):
     assert "mend it" in said
 
 
+def test_an_answer_that_no_reward_can_read(base, failure):
+    rows = [{"id": f"q{n}", "problem": f"Which? {n}", "answer": "A" if n < 5 else "none of these"} for n in range(6)]
+    (base / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, keys in (("reward", ["data.source=choices.jsonl"]), ("evaluation", ["eval.data=choices.jsonl"])):
+        said = failure(name, *keys, "reward.functions=[choice]")
+        assert said.startswith("prompt 'q5' (") and "choices.jsonl:6): the choice reward needs a letter" in said
+    assert "reward.on_error=zero" in said
+
+
 def test_a_reward_that_hangs(base, failure):
     (base / "own.py").write_text("import time\n\ndef score(prompt, response):\n    time.sleep(60)\n")
     said = failure("reward", "reward.functions=[own:score]", "reward.deadline=0.1", "reward.workers=4")

@@ -54,8 +54,9 @@ def test_a_resume_drops_the_statistics_of_later_steps(tmp_path):
 def test_scores_of_other_problems_are_not_compared(tmp_path):
     (tmp_path / "run").mkdir()
 
-    def opened(limit: int) -> Journal:
+    def opened(limit: int, problems: str = "a") -> Journal:
         journal = Journal(made(tmp_path, "best", None, eval={"every": 8, "data": "x", "limit": limit}))
+        journal.evaluates(problems)
         journal.open(16)
         return journal
 
@@ -73,6 +74,8 @@ def test_scores_of_other_problems_are_not_compared(tmp_path):
     for exported, step, better in ((16, 8, True), (8, 16, False)):
         (tmp_path / "run" / "hf" / EXPORT_FILE).write_text(f'{{"step": {exported}}}')
         assert journal.best(step) == better
+    assert opened(limit=4).evaluated(8) and not opened(limit=4, problems="b").evaluated(8)
+    (tmp_path / "run" / "hf-step-000008").rename(tmp_path / "run" / "hf")
     journal = opened(limit=5)
     assert not journal.evaluated(8) and exported_step(tmp_path / "run" / "hf-step-000008") == 8  # it is kept
     journal.evaluation(summary(16, 0.3))
