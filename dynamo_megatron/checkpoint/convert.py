@@ -114,10 +114,8 @@ def open_checkpoint(
         config = run_config(_located(checkpoint).parents[1]).model
         model, family = Path(config.path), config.family
         if not model.is_dir():
-            raise ConfigError(
-                f"{path}: no folder {model} here, which the run's model.path names; call this in the folder in which "
-                f"the run was started, or {NAME_MODEL}"
-            )
+            here = "" if model.is_absolute() else "call this where the run was started, or "
+            raise ConfigError(f"{path}: no folder {model} here, which the run's model.path names; {here}{NAME_MODEL}")
     spec = load_model_config(model, family)
     adapts = has_manifest and read_lora(checkpoint) is not None
     folder = MergedFolder(checkpoint, model, spec) if adapts else MegatronFolder(checkpoint, spec)

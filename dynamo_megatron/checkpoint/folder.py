@@ -164,8 +164,9 @@ def sync_folder(folder: Path) -> dict[str, int]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """{"step", "model", "dtype", "layout", "files": {name: bytes}, "checksums": {name: XXH3}}. Raises ValueError where
-    the manifest is missing or malformed, or names a file outside the folder."""
+    """{"step", "model", "dtype", "layout", "files": {name: bytes}, "checksums": {name: XXH3}}, and of a policy "lora"
+    and "frozen": {folder: digest}. Raises ValueError where the manifest is missing or malformed, or names a file of
+    another folder."""
     manifest = plain_json.read_object(folder / MANIFEST_FILE)
     if not manifest.keys() >= MANIFEST or any(Path(name).name != name for name in manifest["files"]):
         raise InputError(f"{folder / MANIFEST_FILE}: not a checkpoint's manifest")

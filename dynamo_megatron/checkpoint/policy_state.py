@@ -235,8 +235,8 @@ def load_checkpoint(policy: Any, folder: Path, *, optimizer: bool = True, critic
     for path, saved in read_manifest(folder).get("frozen", {}).items():
         if policy.frozen.digests.get(path, saved) != saved:
             raise InputError(
-                f"{folder}: {path} has other weights now than when it was saved, beside which it was trained (KL, "
-                "teacher, prime or dpo); restore that model, or start a new output_dir"
+                f"{path} has other weights now than when {folder} was saved, whose run uses it as reference, teacher "
+                "or reward model; restore these weights, or name a new output_dir"
             )
     verify_bytes(folder, policy.layout)
     _load(policy, _sharded_state(policy, loading=True, optimizer=optimizer)[0], folder)

@@ -159,4 +159,4 @@ def model_digest(path: str | Path, spec: ModelSpec, layout: Any = None) -> str:
 
 
 def _digest_line(name: str, tensor: torch.Tensor) -> str:
-    return f"{name} {tensor.dtype} {xxhash.xxh3_128_hexdigest(tensor.contiguous().view(torch.uint8).numpy())}"
+    return f"{name} {tensor.dtype} {xxhash.xxh3_128_hexdigest(tensor.contiguous().flatten().view(torch.uint8).numpy())}"

@@ -13,7 +13,6 @@ import numpy as np
 
 from dynamo_megatron.comparison.spec import PlannedRun, RunOutcome, Spec, read_outcome
 from dynamo_megatron.comparison.statistics import SHARES, UNITS, Arm, Findings, cost_to, find
-from dynamo_megatron.config.files import scored_by
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.results import markdown
 from dynamo_megatron.runtime.plain_text import printable, show
@@ -91,25 +90,25 @@ def read_curve(run: PlannedRun) -> list[dict[str, Any]]:
 
 def arrays(spec: Spec, seeds: Sequence[int], outcomes: Outcomes, curves: Curves) -> dict[str, Arm]:
     """The scores and costs of the arms' runs of `seeds`. Raises ValueError where a finished run lacks evaluations of
-    the metric, or where runs that score alike were not evaluated on the same problems."""
+    the metric, or where not all evaluations had the same problems."""
     longest = max(2, *(len(rows) for rows in curves.values()))
     arms = {}
     for name in spec.arms:
         scores = np.full((len(spec.rates(name)), len(seeds), longest), np.nan)
         arms[name] = Arm(scores, np.zeros((*scores.shape, len(UNITS))), np.zeros(scores.shape[:2], bool))
-    alike: dict[str, tuple[PlannedRun, str | None]] = {}  # by how responses are sampled and scored
+    scored: dict[str | None, PlannedRun] = {}  # a run by each `eval/of`
     for run, outcome in outcomes.items():
         if outcome is None or run.seed not in seeds:
             continue
         for row in curves[run]:
-            of = row.get("eval/of")
-            first, other = alike.setdefault(json.dumps(scored_by(run.config)), (run, of))
-            if of != other:
-                raise InputError(
-                    f"{run.folder}: evaluated on other problems than {first.folder}, whose config is alike "
-                    "(eval.data has changed in between); remove those of the old problems, as this one and "
-                    f"{run.outcome_file}, and start again"
-                )
+            scored.setdefault(row.get("eval/of"), run)
+        if len(scored) > 1:
+            one, other, *_ = scored.values()
+            where = one.folder if one is other else f"{one.folder} and {other.folder}"
+            raise InputError(
+                f"{where}: scores of different problems, since eval.data changed in between; remove the folder and the "
+                ".json file of each run with outdated scores, and start again"
+            )
         arm, rows = arms[run.arm], curves[run]
         place = spec.rates(run.arm).index(run.rate), seeds.index(run.seed)
         arm.failed[place] = not outcome.finished

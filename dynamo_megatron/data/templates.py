@@ -122,8 +122,8 @@ def rendered_warning(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config:
     if config.template != "chat" or not found:
         return []
     return [
-        f"the text of prompt {prompt.label} has {found[0]}, and the chat template is put around it; where the data has "
-        "rendered prompts, set data.template='{prompt}'"
+        f"the text of prompt {prompt.label} has {found[0]}, and the chat template is put around it; if the prompts are "
+        "rendered already, set data.template='{prompt}'"
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import signal
@@ -31,7 +32,7 @@ from dynamo_megatron.evaluation.subjects import Subject, file_name, find_subject
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.models.server_layout import check_served
 from dynamo_megatron.reward import RewardError
-from dynamo_megatron.reward.functions import answer_check
+from dynamo_megatron.reward.functions import check_answers
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.plain_text import show
@@ -185,12 +186,10 @@ def _prepared(
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
     progress.phase("loading data")
     longest = max_prompt_length(config, spec, evaluation=True)
-    check_answer = answer_check(config)
-
-    def encode(prompt):
-        check_answer(prompt)
-        return encode_prompt(prompt, tokenizer, config.data)
-
-    prompts = {name: tokenized(each, encode, longest) for name, each in problems.items()}
+    prompts = {
+        name: tokenized(each, lambda prompt: encode_prompt(prompt, tokenizer, config.data), longest)
+        for name, each in problems.items()
+    }
+    check_answers(itertools.chain(*prompts.values()), config)
     ends = end_token_ids(config.model.path, tokenizer)
     return RolloutWorker(_with_servers(config, subject.url), ends, spec.vocab_size, decoder_of(tokenizer)), prompts

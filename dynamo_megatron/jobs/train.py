@@ -29,7 +29,7 @@ from dynamo_megatron.jobs.run import Job
 from dynamo_megatron.jobs.start_checks import check_node, check_vocabulary
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.server_layout import check_served, check_server_parallel
-from dynamo_megatron.reward.functions import answer_check
+from dynamo_megatron.reward.functions import check_answers
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.servers.fleet import training_nodes
 from dynamo_megatron.rollout.servers.serve import NodeServers
@@ -133,10 +133,7 @@ class TrainJob(Job):
             if warning is not None:
                 self.journal.say(f"warning: {warning}")
 
-        check_answer = answer_check(config)
-
         def encode(prompt):
-            check_answer(prompt)
             return encode_prompt(prompt, tokenizer, config.data)
 
         def encode_savable(prompt):
@@ -151,6 +148,8 @@ class TrainJob(Job):
             config.prompt_stream, encode_savable, limit, before, progress.count, needs_answer=config.needs_answers
         )
         prompts = self._stream.prompts
+        if config.rollout.engine == "sglang":  # recorded rollouts have their rewards
+            check_answers(prompts, config)
         for warning in rendered_warning(prompts[0], tokenizer, config.data):
             self.journal.say(f"warning: {warning}")
         self._allocator = RolloutAllocator(config.algorithm.allocation)
@@ -161,6 +160,7 @@ class TrainJob(Job):
             longest = max_prompt_length(config, spec, evaluation=True)
             progress.phase("loading evaluation data")
             held_out = load_problems(config, encode, longest, training=prompts)
+            check_answers(held_out, config)
             self.journal.evaluates(fingerprint(held_out, held_out[0].tokens))
             self._evaluation = PeriodicEvaluation(config, held_out, self._rollout)
         if config.data.chat_template is not None:

@@ -44,7 +44,7 @@ from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.server_layout import check_served
 from dynamo_megatron.planning.hardware import Cluster, gpu_named
 from dynamo_megatron.reward import RewardError, RewardPool, Score
-from dynamo_megatron.reward.functions import answer_check
+from dynamo_megatron.reward.functions import check_answers
 from dynamo_megatron.reward.http import key_of
 from dynamo_megatron.reward.pool import processes
 from dynamo_megatron.rollout.agents.pool import check_agent
@@ -235,9 +235,7 @@ def reward(subject: Subject) -> Iterator[Finding]:
     if not prompts:
         yield skipped("no row has an answer, so the agent must give the reward")
         return
-    check_answer = answer_check(subject.config)
-    for prompt in prompts:
-        check_answer(prompt)
+    check_answers(prompts, subject.config)
     prompts = prompts[:SAMPLES]
     try:
         scores = asyncio.run(_score(config, prompts))
@@ -279,9 +277,7 @@ def evaluation(subject: Subject) -> Iterator[Finding]:
         yield skipped("eval.data is not set")
         return
     problems = load_problems(config, subject.encode, max_prompt_length(config, subject.spec, evaluation=True))
-    check_answer = answer_check(config)
-    for problem in problems:
-        check_answer(problem)
+    check_answers(problems, config)
     yield ok(f"{len(problems):,} problems from {config.eval.data}")
     for warning in overlap_warnings(problems, subject.prompts, config.data.source):
         yield note(f"{warning}: take them out of data.source or eval.data")

@@ -6,7 +6,7 @@ import math
 import numbers
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.config.reward import COMPARING
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.extraction import after_thinking
+from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.user_code import UserFunction, load_callable
 from dynamo_megatron.types import LARGEST_REWARD, Prompt
 
@@ -80,25 +81,22 @@ def load_function(name: str, config: RewardConfig | None = None) -> Callable[[Pr
     return lambda prompt, response: function(prompt, prompt.thinking + response)
 
 
-def answer_check(config: Config) -> Callable[[Prompt], None]:
-    """What raises InputError naming the row for a prompt whose answer a built-in function of the run cannot read: the
-    run would end in the step that draws it, except with `reward.on_error: zero`."""
-    used = [name for name in config.reward.functions if name in COMPARING]
-    if not config.needs_answers or config.reward.on_error == "zero":
-        used = []
-    functions = {name: load_function(name, config.reward) for name in used}
-
-    def check(prompt: Prompt) -> None:
+def check_answers(prompts: Iterable[Prompt], config: Config) -> None:
+    """Raises InputError naming the first row that a built-in function of the run cannot read: scoring a response to it
+    would end the run. With an agent or `reward.on_error: zero` it would not, and nothing is checked."""
+    if config.rollout.agent is not None or config.reward.on_error == "zero":
+        return
+    names = [name for name in config.reward.functions if name in COMPARING or name == "qa_sources"]
+    functions = {name: load_function(name, config.reward) for name in names}
+    for prompt in prompts:
         for name, function in functions.items():
             try:
                 function(prompt, "")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise InputError(
-                    f"prompt {prompt.label}: {error} (reward {name}); mend the row or leave it out, or with "
-                    "reward.on_error=zero let it score 0"
+                    f"prompt {prompt.label}: {on_one_line(str(error), 300)} (reward {name}); mend the row or leave it "
+                    "out, or with reward.on_error=zero let it score 0"
                 ) from None
-
-    return check
 
 
 def checked(value: Any) -> float:

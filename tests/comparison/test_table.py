@@ -107,7 +107,7 @@ def test_runs_evaluated_on_other_problems_are_refused(made, capsys):
     made([1, 2, 3, 4, 5], lambda run: usual(run) | ({"of": "b"} if run.seed == 4 else {}))
     assert main(["compare", "spec.yaml", "--table"]) == 2
     said = capsys.readouterr().err
-    assert "-seed4: evaluated on other problems than" in said and "-seed1, whose" in said
+    assert "-seed1 and out/runs/" in said and "-seed4: scores of different problems" in said
 
 
 def test_curves_of_arms_that_are_evaluated_less_often(made, tmp_path, capsys):

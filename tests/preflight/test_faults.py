@@ -12,9 +12,11 @@ import torch
 
 from dynamo_megatron.bridge import environment
 from dynamo_megatron.config.files import compose
+from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.preflight import checks
 from dynamo_megatron.preflight.checks import Subject, data, evaluation, vocabulary
+from dynamo_megatron.reward.functions import check_answers
 from dynamo_megatron.runtime.listening import free_port
 
 GIB = 1 << 30
@@ -160,6 +162,12 @@ def test_an_answer_that_no_reward_can_read(base, failure):
         said = failure(name, *keys, "reward.functions=[choice]")
         assert said.startswith("prompt 'q5' (") and "choices.jsonl:6): the choice reward needs a letter" in said
     assert "reward.on_error=zero" in said
+    assert "needs a letter" in failure("reward", "data.source=choices.jsonl", "reward.functions=[length, choice]")
+    for leave in ("reward.on_error=zero", "rollout.agent=own:agent"):
+        config, _ = compose(
+            [str(base / "config.yaml")], ["data.source=choices.jsonl", "reward.functions=[choice]", leave]
+        )
+        check_answers(load_prompts(config.data), config)
 
 
 def test_a_reward_that_hangs(base, failure):
