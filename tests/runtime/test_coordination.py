@@ -5,10 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch.distributed as dist
 
+from dynamo_megatron.runtime import coordination
 from dynamo_megatron.runtime.coordination import Coordinator, RemoteFailure, StopFlag, StopRequested
 
 
@@ -38,6 +40,15 @@ def test_all_ranks_report_the_first_failure(ranks, store, monkeypatch):
     again = Coordinator(store, 0, StopFlag())
     again.check()
     again.close()
+
+
+def test_no_watchdog_is_left_when_a_rank_ends(store, monkeypatch):
+    """One inside a call of the store makes Python abort at its end: a run that is complete has then failed."""
+    monkeypatch.setattr(coordination, "BEAT_EVERY", 1e-5)
+    for _ in range(10):
+        coordinator = Coordinator(store, 1, StopFlag())
+        coordinator.close()
+        assert "watchdog" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_signal_of_any_rank_stops_the_run(ranks):
