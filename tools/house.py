@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[1]
 CODE = r"\.(py|js|css|html|sh)$"
 # what is counted: (the most, unit, pattern of a path)
 BUDGETS = {
-    "product": (37_408, "lines", rf"^(dynamo_megatron|kernels|launcher|tools)/.*{CODE}"),
-    "tests": (28_170, "lines", r"^tests/.*\.py$"),
-    "benchmarks": (3_950, "lines", r"^benchmarks/.*\.py$"),
-    "docs": (38_000, "words", r"\.md$"),
+    "product": (37_100, "lines", rf"^(dynamo_megatron|kernels|launcher|tools)/.*{CODE}"),
+    "tests": (27_900, "lines", r"^tests/.*\.py$"),
+    "benchmarks": (3_930, "lines", r"^benchmarks/.*\.py$"),
+    "docs": (37_900, "words", r"\.md$"),
 }
 
 
