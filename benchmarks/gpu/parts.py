@@ -272,14 +272,17 @@ def syncs(options: Options) -> dict[str, Any]:
     return {"exit code": ran["exit code"], "places": places}
 
 
+def _version(package: str) -> tuple[int, ...]:
+    return tuple(map(int, metadata.version(package).split(".")[:2]))
+
+
 def ncu(options: Options) -> dict[str, Any]:
     """What Nsight Compute says of the head's two kernels; without a GPU only the program that it would look at."""
     words = ["ncu", "--clock-control", "none", "-k", "regex:statistics_kernel|gradient_kernel", "-s", "2", "-c", "2"]
     words += [word for section in NCU_SECTIONS for word in ("--section", section)]
     shape, interpreted = (("8", "272"), {"TRITON_INTERPRET": "1"}) if options.tiny else (("1024", "152064"), {})
     program = [sys.executable, "-P", str(ROOT / "benchmarks" / "head_kernels.py"), *shape]
-    triton, numpy = (tuple(map(int, metadata.version(name).split(".")[:2])) for name in ("triton", "numpy"))
-    if options.tiny and triton < (3, 7) and numpy >= (2, 4):  # as in tests/conftest.py
+    if options.tiny and _version("triton") < (3, 7) and _version("numpy") >= (2, 4):  # as in tests/conftest.py
         return {"exit code": 0, "said": ["Triton's interpreter before 3.7 does not work with NumPy 2.4 and later"]}
     log = options.folder / "ncu.log"
     command = program if options.tiny else [*words, *program]

@@ -106,8 +106,8 @@ def arrays(spec: Spec, seeds: Sequence[int], outcomes: Outcomes, curves: Curves)
             one, other, *_ = scored.values()
             where = one.folder if one is other else f"{one.folder} and {other.folder}"
             raise InputError(
-                f"{where}: scores of different problems, since eval.data changed in between; remove the folder and the "
-                ".json file of each run with outdated scores, and start again"
+                f"{where}: scores of different problems (eval.data, the tokenizer or the chat template changed in "
+                "between); remove the folder and the .json file of each run with outdated scores, and start again"
             )
         arm, rows = arms[run.arm], curves[run]
         place = spec.rates(run.arm).index(run.rate), seeds.index(run.seed)

@@ -255,7 +255,7 @@ def _numbered(source: str, rows: Callable[[], Iterable[Any]]) -> Iterator[tuple[
             yield f"{source} row {number}", row
     except InputError:
         raise
-    except Exception as error:  # the user's code may raise anything, and so do the libraries
+    except (Exception, SystemExit) as error:  # the user's code may raise anything, and so do the libraries
         # When building a dataset fails, the library wraps the cause in an error that does not name it.
         said = failure(error)[0] if SPEC.fullmatch(source) else error_line(error.__cause__ or error)
         raise InputError(f"data.source: {source}{f' after row {number}' if number else ''}: {said}") from error

@@ -156,14 +156,16 @@ def run_rank(job: Job) -> int:
             why = "interrupted" if interrupted else f"stopped by {stopped}"
             print(f"{why}{job.next_start()}", file=sys.stderr, flush=True)
         return 130 if interrupted else 75
-    except Exception as error:  # the end of the process: whatever it was, the other ranks and the user are told
+    except (Exception, SystemExit) as error:  # the end: whatever it was, the other ranks and the user are told
         job.clear_screen()
         return _report(error, rank, coordinator, job.next_start if running else None)
     finally:
-        if coordinator is not None:
-            coordinator.close()
-        job.close()
-        stop.ignore()
+        try:
+            if coordinator is not None:
+                coordinator.close()
+        finally:
+            job.close()
+            stop.ignore()
 
 
 def _prepare(job: Job, rank: int) -> ModelSpec:
@@ -204,7 +206,9 @@ def _set_up_backend(deterministic: bool) -> None:
     backend.enable_cpu()
 
 
-def _report(error: Exception, rank: int, coordinator: Coordinator | None, next_start: Callable[[], str] | None) -> int:
+def _report(
+    error: BaseException, rank: int, coordinator: Coordinator | None, next_start: Callable[[], str] | None
+) -> int:
     """Tells the other ranks; on rank 0 the last line is the message of the first rank that failed. `next_start`: None
     before the job runs."""
     refused = isinstance(error, ConfigError) or (isinstance(error, InputError) and next_start is None)

@@ -95,6 +95,7 @@ class TrainingRun:
             with closing(self._profiler):
                 train()
         except StopRequested:
+            self.coordinator.begin_step(self.coordinator.step)  # the save may take as long as a step
             self._free_memory()
             self.save()
             self.settle()

@@ -497,7 +497,7 @@ def findings(check: Callable[[Subject], Iterator[Finding]], subject: Subject, ra
     both need the same thing."""
     try:
         yield from check(subject)
-    except Exception as error:  # also the user's own data source and reward: the other checks must still run
+    except (Exception, SystemExit) as error:  # the user's code, too: the other checks must still run
         text = on_one_line(str(error)) if isinstance(error, ValueError) else error_line(error)
         yield skipped("not checked: it needs what failed above") if text in raised else failed(text)
         raised.add(text)

@@ -16,7 +16,7 @@ from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.config.reward import COMPARING
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.extraction import after_thinking
-from dynamo_megatron.runtime.plain_text import on_one_line
+from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.runtime.user_code import UserFunction, load_callable
 from dynamo_megatron.types import LARGEST_REWARD, Prompt
 
@@ -82,8 +82,9 @@ def load_function(name: str, config: RewardConfig | None = None) -> Callable[[Pr
 
 
 def check_answers(prompts: Iterable[Prompt], config: Config) -> None:
-    """Raises InputError naming the first row that a built-in function of the run cannot read: scoring a response to it
-    would end the run. With an agent or `reward.on_error: zero` it would not, and nothing is checked."""
+    """Raises InputError naming the first row whose answer a built-in function of the run cannot read: scoring a
+    response to it would end the run. Nothing is checked with `reward.on_error: zero`, nor with an agent, which may give
+    the reward itself."""
     if config.rollout.agent is not None or config.reward.on_error == "zero":
         return
     names = [name for name in config.reward.functions if name in COMPARING or name == "qa_sources"]
@@ -92,10 +93,11 @@ def check_answers(prompts: Iterable[Prompt], config: Config) -> None:
         for name, function in functions.items():
             try:
                 function(prompt, "")
-            except (ValueError, RecursionError) as error:
+            except Exception as error:  # of rows that nobody thought of, as in a worker
+                why = on_one_line(str(error), 300) if isinstance(error, ValueError) else error_line(error, 300)
                 raise InputError(
-                    f"prompt {prompt.label}: {on_one_line(str(error), 300)} (reward {name}); mend the row or leave it "
-                    "out, or with reward.on_error=zero let it score 0"
+                    f"prompt {prompt.label}: {why} (reward {name}); mend the row or leave it out, or with "
+                    "reward.on_error=zero let it score 0"
                 ) from None
 
 

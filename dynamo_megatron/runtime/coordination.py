@@ -28,7 +28,7 @@ T = TypeVar("T")
 ABORT, HEARTBEAT, READY, STALLED, STOP = "abort", "heartbeat", "ready", "stalled", "stop"
 BEAT_EVERY = 2.0  # seconds
 HEARTBEAT_TIMEOUT = 60.0  # seconds without a heartbeat of rank 0 until it counts as dead
-CLOSE_TIMEOUT = 30.0  # seconds that a call of the store may take
+STORE_TIMEOUT, CLOSE_TIMEOUT = 30.0, 5.0  # seconds to connect to the store; for the watchdog to end
 POLL = datetime.timedelta(seconds=0.1)  # a rank that waits looks for a failure, and whether it is to stop
 
 
@@ -110,7 +110,7 @@ class Coordinator:
         self._calls = 0  # of `on_rank_0`
         self._closed = threading.Event()
         # A connection of its own: the main thread may be blocked in the other one.
-        timeout = datetime.timedelta(seconds=CLOSE_TIMEOUT)
+        timeout = datetime.timedelta(seconds=STORE_TIMEOUT)
         watched = dist.TCPStore(store.host, store.port, is_master=False, timeout=timeout)
         self._watch_store = of_this_start(watched)
         self._watchdog = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -192,7 +192,8 @@ class Coordinator:
         return message
 
     def close(self) -> None:
-        """Ends the watchdog: Python would abort at its end while that is inside a call of the store."""
+        """Ends the watchdog and waits for it: Python aborts if it exits while a daemon thread is inside a call of the
+        store."""
         self._closed.set()
         self._watchdog.join(CLOSE_TIMEOUT)
 

@@ -97,7 +97,7 @@ def load_callable(spec: str, key: str) -> Callable:
     importlib.invalidate_caches()
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # the user's module may raise anything; the key that names it belongs to the message
+    except (Exception, SystemExit) as error:  # it may raise anything; the message needs the key that names it
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             where = f"{os.getcwd()} or the installed packages"
             raise InputError(f"{key}: cannot import {module_name!r} of {spec!r} from {where}: {error}") from error

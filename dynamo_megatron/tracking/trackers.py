@@ -168,6 +168,6 @@ class Trackers:
     def _warning(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a library may raise anything
+        except (Exception, SystemExit) as error:  # a library may raise anything
             self._open.pop(name, None)
             self._say(f"warning: {name} failed ({type(error).__name__}: {error}); metrics.jsonl has all metrics")

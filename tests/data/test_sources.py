@@ -178,6 +178,7 @@ def test_the_users_iterator(tmp_path, monkeypatch):
         "def none():\n    return None\n"
         "def odd():\n    return [{'problem': 'q', 'answer': a} for a in ({'a', 'b'}, {'b', 'a'}, {(0, 1): 2})]\n"
         "def fails():\n    yield {'problem': 'q', 'answer': 1}\n    yield {}['absent']\n"
+        "def ends():\n    yield {'problem': 'q', 'answer': 1}\n    raise SystemExit(0)\n"
         "def again():\n    while True:\n        yield {'problem': 'q', 'answer': 1}\n        yield {'problem': ''}\n"
         "def endless():\n    n = 0\n    while True:\n        yield {'problem': str(n), 'answer': n}\n        n += 1\n"
     )
@@ -189,6 +190,7 @@ def test_the_users_iterator(tmp_path, monkeypatch):
     assert "my_data_c1:numbered row 1: the id 0 must be a str" in refused("my_data_c1:numbered")
     assert "my_data_c1:bad_rows row 2: no 'answer'" in refused("my_data_c1:bad_rows")
     assert "my_data_c1:fails after row 1: KeyError: 'absent' (" in refused("my_data_c1:fails")
+    assert "my_data_c1:ends after row 1: SystemExit: 0 (" in refused("my_data_c1:ends")
     assert [p.answer for p in load("my_data_c1:endless", limit=3)] == [0, 1, 2]
     monkeypatch.setattr(sources, "MOST_ROWS", 5)
     assert refused("my_data_c1:endless").endswith("my_data_c1:endless yields more than 5 rows; set data.limit")

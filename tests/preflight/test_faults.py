@@ -163,6 +163,9 @@ def test_an_answer_that_no_reward_can_read(base, failure):
         assert said.startswith("prompt 'q5' (") and "choices.jsonl:6): the choice reward needs a letter" in said
     assert "reward.on_error=zero" in said
     assert "needs a letter" in failure("reward", "data.source=choices.jsonl", "reward.functions=[length, choice]")
+    calls = '{"problem": "q", "answer": {"inputs": [5], "outputs": [5], "fn_name": "f"}}'  # 5 is no list of arguments
+    (base / "calls.jsonl").write_text(calls)
+    assert "(reward code); mend the row" in failure("reward", "data.source=calls.jsonl", "reward.functions=[code]")
     for leave in ("reward.on_error=zero", "rollout.agent=own:agent"):
         config, _ = compose(
             [str(base / "config.yaml")], ["data.source=choices.jsonl", "reward.functions=[choice]", leave]

@@ -225,11 +225,13 @@ def test_a_worker_that_cannot_be_started_again_is_a_failure_and_no_end(started, 
         ("my_rewards:absent", "has no 'absent'"),
         ("my_rewards:not_callable", "of type int and cannot be called"),
         ("broken:f", "importing 'broken' of 'broken:f' failed: SyntaxError"),
+        ("script:f", "importing 'script' of 'script:f' failed: SystemExit: 0 ("),
         ("my_rewards:no_arguments", "no_arguments' takes (response), and is called with (prompt, response)"),
     ],
 )
 def test_a_function_that_cannot_be_loaded_stops_the_start(folder, function, words):
     (folder / "broken.py").write_text("def f(:\n")
+    (folder / "script.py").write_text("import sys\nsys.exit(0)\n")
     p = RewardPool(RewardConfig(functions=[function]))
     with pytest.raises(ValueError, match=r"reward\.functions: ") as error:
         p.start()
