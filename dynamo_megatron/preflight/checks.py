@@ -55,6 +55,7 @@ from dynamo_megatron.rollout.servers.fleet import training_nodes
 from dynamo_megatron.rollout.servers.server import ASK_TIMEOUT, SGLangServer, check_reachable, gpu_count
 from dynamo_megatron.rollout.teacher import check_teacher
 from dynamo_megatron.rounds import check_savable
+from dynamo_megatron.runtime.cores import memory_room
 from dynamo_megatron.runtime.late import torch
 from dynamo_megatron.runtime.listening import address_towards, store_address
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line, show
@@ -95,7 +96,7 @@ class Subject:
 
     def __init__(self, config: Config, ranks: int, ranks_here: int):
         self.config, self.ranks, self.ranks_here = config, ranks, ranks_here
-        self.memory = min(psutil.virtual_memory().available, _cgroup_room())  # bytes, before anything is started
+        self.memory = min(psutil.virtual_memory().available, memory_room())  # bytes, before anything is started
         self.data_notes: list[str] = []  # lines about rows that were left out of `prompts`
 
     @cached_property
@@ -370,30 +371,6 @@ def host_memory(subject: Subject) -> Iterator[Finding]:
             "container with --shm-size or --ipc=host, or empty it"
         )
     yield ok(f"{size_text(available)} available for {told}")
-
-
-# Of cgroups of both versions: files of the limit and of what is used, and the count of cached pages in memory.stat.
-CGROUP1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-CGROUP2 = "memory.max", "memory.current", "inactive_file"
-
-
-def _cgroup_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
-    """Bytes to this process's memory limit (SLURM's or a container's); infinite without one. Cached pages of files,
-    which the kernel frees first, count as free."""
-    room = float("inf")
-    for line in own.read_text(encoding="utf-8").splitlines() if own.is_file() else ():  # some kernels have none
-        _, controllers, group = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        # A container may see its own group as the root: its group's name then leads to no folder there.
-        top, (limit, used, cached) = (root / "memory", CGROUP1) if controllers else (root, CGROUP2)
-        folder = top / group.strip("/")
-        for level in (folder, *folder.parents):
-            file = level / limit
-            if file.is_file() and (text := file.read_text().strip()) != "max":
-                counts = dict(line.split() for line in (level / "memory.stat").read_text().splitlines())
-                room = min(room, int(text) - int((level / used).read_text()) + int(counts[cached]))
-    return room
 
 
 def gpu_server(subject: Subject) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""How many CPU cores this process may use, and whose word OMP_NUM_THREADS is."""
+"""How many CPU cores and how much memory this process may use, and whose word OMP_NUM_THREADS is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import os
 from collections.abc import MutableMapping
 from pathlib import Path
 
+# Of cgroups of both versions: files of the limit and of what is used, and the count of cached pages in memory.stat.
+CGROUP1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+CGROUP2 = "memory.max", "memory.current", "inactive_file"
 CHOSEN = "DYNAMO_MEGATRON_RANK_THREADS"  # 1: OMP_NUM_THREADS is not the user's, but what a launcher gives a rank
 
 
@@ -32,3 +35,22 @@ def usable_cores(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
             quota, period = map(int, text.split())
             cores = min(cores, max(1, quota // period))
     return cores
+
+
+def memory_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """Bytes to this process's memory limit (SLURM's or a container's); infinite without one. Cached pages of files,
+    which the kernel frees first, count as free."""
+    room = float("inf")
+    for line in own.read_text(encoding="utf-8").splitlines() if own.is_file() else ():  # some kernels have none
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        # A container may see its own group as the root: its group's name then leads to no folder there.
+        top, (limit, used, cached) = (root / "memory", CGROUP1) if controllers else (root, CGROUP2)
+        folder = top / group.strip("/")
+        for level in (folder, *folder.parents):
+            file = level / limit
+            if file.is_file() and (text := file.read_text().strip()) != "max":
+                counts = dict(line.split() for line in (level / "memory.stat").read_text().splitlines())
+                room = min(room, int(text) - int((level / used).read_text()) + int(counts[cached]))
+    return room

@@ -14,7 +14,6 @@ from dynamo_megatron.bridge import environment
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.jobs.output_dir import OutputDir
-from dynamo_megatron.preflight import checks
 from dynamo_megatron.preflight.checks import Subject, data, evaluation, vocabulary
 from dynamo_megatron.reward.functions import check_answers
 from dynamo_megatron.runtime.listening import free_port
@@ -219,26 +218,6 @@ def test_host_memory_for_a_large_model_on_a_cpu(base, failure):
     edit_json(base / "model" / "config.json", **layers, hidden_size=8192, intermediate_size=29568)
     said = failure("host memory")
     assert "available on this node, the run needs about" in said and "sbatch --mem" in said
-
-
-def test_the_job_s_memory_limit(tmp_path):
-    """Pages of files that the job has read are given back: 1000 - 700 + 500."""
-    (tmp_path / "job").mkdir()
-    texts = {"memory.max": "1000\n", "memory.current": "700\n", "memory.stat": "anon 9\ninactive_file 500\n"}
-    for name, text in texts.items():
-        (tmp_path / "job" / name).write_text(text)
-    (tmp_path / "own").write_text("12:pids:/job\n0::/job\n")
-    assert checks._cgroup_room(tmp_path, tmp_path / "own") == 800
-    old = tmp_path / "memory" / "slurm" / "job_7"
-    (old / "step_0").mkdir(parents=True)  # no limit of its own
-    texts = {"memory.limit_in_bytes": "900\n", "memory.usage_in_bytes": "700\n"}
-    for name, text in {**texts, "memory.stat": "inactive_file 1\ntotal_inactive_file 400\n"}.items():
-        (old / name).write_text(text)
-    (tmp_path / "own").write_text("9:cpu,memory:/slurm/job_7/step_0\n1:name=systemd:/job\n0::/other\n")
-    assert checks._cgroup_room(tmp_path, tmp_path / "own") == 600
-    (tmp_path / "own").write_text("12:pids:/job\n0::/other\n")
-    for own in ("own", "none"):  # some kernels have none
-        assert checks._cgroup_room(tmp_path, tmp_path / own) == float("inf")
 
 
 @pytest.mark.parametrize(("name", "value"), [("CUDA_VISIBLE_DEVICES", "0,1"), ("SLURM_GPUS_ON_NODE", "2")])

@@ -6,7 +6,7 @@ import pytest
 
 from dynamo_megatron.config import RolloutConfig
 from dynamo_megatron.rollout.servers import server
-from dynamo_megatron.runtime.cores import CHOSEN, choose_threads, usable_cores, users_threads
+from dynamo_megatron.runtime.cores import CHOSEN, choose_threads, memory_room, usable_cores, users_threads
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,23 @@ def test_threads_of_a_cpu_server(monkeypatch):
     assert os.environ["OMP_NUM_THREADS"] == "1" and CHOSEN not in os.environ
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     assert server.cpu_threads(config, 1) == 8
+
+
+def test_the_job_s_memory_limit(tmp_path):
+    """Pages of files that the job has read are given back: 1000 - 700 + 500."""
+    (tmp_path / "job").mkdir()
+    texts = {"memory.max": "1000\n", "memory.current": "700\n", "memory.stat": "anon 9\ninactive_file 500\n"}
+    for name, text in texts.items():
+        (tmp_path / "job" / name).write_text(text)
+    (tmp_path / "own").write_text("12:pids:/job\n0::/job\n")
+    assert memory_room(tmp_path, tmp_path / "own") == 800
+    old = tmp_path / "memory" / "slurm" / "job_7"
+    (old / "step_0").mkdir(parents=True)  # no limit of its own
+    texts = {"memory.limit_in_bytes": "900\n", "memory.usage_in_bytes": "700\n"}
+    for name, text in {**texts, "memory.stat": "inactive_file 1\ntotal_inactive_file 400\n"}.items():
+        (old / name).write_text(text)
+    (tmp_path / "own").write_text("9:cpu,memory:/slurm/job_7/step_0\n1:name=systemd:/job\n0::/other\n")
+    assert memory_room(tmp_path, tmp_path / "own") == 600
+    (tmp_path / "own").write_text("12:pids:/job\n0::/other\n")
+    for own in ("own", "none"):  # some kernels have none
+        assert memory_room(tmp_path, tmp_path / own) == float("inf")
