@@ -63,7 +63,7 @@ def check_functions(config: Config) -> None:
 class TrainJob(Job):
     def __init__(self, config: Config):
         super().__init__(config, OutputDir(config))
-        self._stream = self._allocator = self._rollout = self._sampler = self._evaluation = None
+        self._stream = self._allocator = self._rollout = self._sampler = self._evaluation = self._memory = None
 
     def check(self, ranks: int) -> dict[str, Any]:
         config = self.config
@@ -227,6 +227,8 @@ class TrainJob(Job):
     def close(self) -> None:
         try:
             self._end_servers()  # first: they hold GPUs, and trackers may take their time
+            if self._memory is not None:
+                self._memory.close()
         finally:
             super().close()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import torch
 
@@ -42,6 +42,10 @@ class Offload:
         for size, future in due:
             self._ahead[size].append(future)
         Call(_allocate, due)
+
+    def close(self) -> None:
+        """Waits for the allocation under way: Python aborts if it ends while a thread is inside torch."""
+        wait([early for ahead in self._ahead.values() for early in ahead if not early.cancel()])
 
     def release(self, parts: Iterable[str]) -> int:
         """Releases `parts`, unless they are released already. Returns the bytes freed on the device."""
@@ -121,6 +125,8 @@ def _without_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _allocate(due: Iterable[tuple[int, Future[torch.Tensor]]]) -> None:
     for size, future in due:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             future.set_result(_host_memory(size))
         except (MemoryError, RuntimeError) as error:  # raised where the memory is needed

@@ -49,6 +49,10 @@ class DeviceMemory:
         for offload in self._offloads:
             offload.allocate_ahead()
 
+    def close(self) -> None:
+        for offload in self._offloads:
+            offload.close()
+
     def set_servers(self, endpoints: Sequence[Endpoint]) -> None:
         """Sets the servers there are now. A new one comes without its caches (rollout/servers/supervisor.py)."""
         if self._rollout is not None:

@@ -1,5 +1,8 @@
 """Memory that the training side releases and takes again: the updates after it are the same bits."""
 
+from concurrent.futures import wait
+from threading import Event
+
 import pytest
 import torch
 from layout_cases import rollouts
@@ -53,3 +56,20 @@ def test_updates_after_a_release_are_the_same_bits(make_tiny_model, tmp_path):
         assert (8 if size == 4 else 12) * n <= freed["optimizer"] <= 1.1 * 12 * n
         assert 4 * n <= freed["gradients"] <= 1.1 * 4 * n
         assert got["weights first"] == freed["weights"] and got["taken"] == freed["optimizer"] + freed["gradients"]
+
+
+def test_close_waits_for_the_allocation_under_way(monkeypatch):
+    from dynamo_megatron.policy import offload
+
+    begun, closing, allocated = Event(), Event(), []
+
+    def allocate(size):
+        begun.set(), closing.wait(), allocated.append(size)
+
+    monkeypatch.setattr(offload, "_host_memory", allocate)
+    monkeypatch.setattr(offload, "wait", lambda due: (closing.set(), wait(due)))
+    memory = offload.Offload(None)
+    monkeypatch.setattr(memory, "_storages", lambda part: [torch.empty(8).untyped_storage()])
+    monkeypatch.setattr(memory, "_optimizers", list)
+    memory.allocate_ahead(), begun.wait(), memory.close()
+    assert allocated == [32]  # the second was cancelled
