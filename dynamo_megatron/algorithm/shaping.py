@@ -66,8 +66,13 @@ def shape_tokens(
     logprobs, entropy = stats.logprobs, stats.entropy
     selected, old_kl_coef = torch.zeros(len(here), dtype=torch.bool), None
 
+    correct = torch.ones(len(here), dtype=torch.float64)
+    if (correction := config.rollout_correction) is not None:
+        engine = torch.from_numpy(rollouts.engine_logprobs)[here]
+        ratios = importance_ratios(logprobs.double() - engine, torch.from_numpy(lengths), correction.level)
+        correct = correction_weights(ratios, correction)
     process = None if process is None else process[here.numpy()]
-    a = _token_advantages(rollouts, members, advantages[members], process, stats, config.advantage)
+    a = _token_advantages(rollouts, members, advantages[members], process, stats, config.advantage, correct.numpy())
     if (ratio := config.loss.entropy_top_ratio) is not None and w.any():  # none, as in a critic's first steps
         selected = top_entropy(entropy, ratio)
         w = torch.where(selected, w * (w.sum() / w[selected].sum()), 0.0)
@@ -80,10 +85,7 @@ def shape_tokens(
         if (penalty := config.loss.kl_cov) is not None:
             chosen = kl_cov(spread, ratio=penalty.ratio) & bool(a.any())  # no advantage at all: no update to hold back
             old_kl_coef, selected = penalty.coef * chosen, selected | chosen
-    if (correction := config.rollout_correction) is not None:
-        engine = torch.from_numpy(rollouts.engine_logprobs)[here]
-        ratios = importance_ratios(logprobs.double() - engine, torch.from_numpy(lengths), correction.level)
-        w = w * correction_weights(ratios, correction)
+    w = w * correct
 
     def over_the_step(values: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(len(rollouts.engine_logprobs), dtype=dtype).index_copy_(0, here, values.to(dtype))
@@ -104,13 +106,15 @@ def _token_advantages(
     process: np.ndarray | None,
     stats: TokenStats,
     config: AdvantageConfig,
+    correct: np.ndarray,
 ) -> torch.Tensor:
-    """float64 [n], before any token is selected. advantages: [members]; process, stats: [n]"""
+    """float64 [n], before any token is selected. advantages: [members]; process, stats and correct, the weights of the
+    rollout correction: [n]"""
     lengths = rollouts.response_lengths[members]
     a = torch.from_numpy(np.repeat(advantages, lengths))
     if config.kind == "otb":
         group = group_index([rollouts.group_ids[s] for s in members], len(members))[0]
-        energies = token_energies(stats.logprobs.numpy(), stats.collision.numpy())
+        energies = token_energies(stats.logprobs.numpy(), stats.collision.numpy()) * correct**2
         a = a - torch.from_numpy(token_baselines(advantages, group, energies, lengths, config.singleton))
     if process is not None:
         a = a + torch.from_numpy(process)

@@ -56,6 +56,7 @@ def _is_text(kind: Any) -> bool:
 SECTIONS = dict(_sections(Config))
 KEYS = [(*at, name) for at, names in SECTIONS.items() for name in names]
 TEXTS = {(*at, name) for at, fields in SECTIONS.items() for name, field in fields.items() if _is_text(field.annotation)}
+SEE_ALL = "--print-config shows all keys"
 OF_MACHINE = ("servers", "memory_fraction", "host")  # keys of `rollout` that depend on the machine where unset
 
 
@@ -114,7 +115,9 @@ def _merge(
             # Of a pasted section of verl each key that has a name here is answered.
             inner = {".".join(leaf): _peer(leaf) for leaf, _ in _leaves(value, path)}
             known = {key: hint for key, hint in inner.items() if hint is not None}
-            for key, hint in (known or {".".join(path): _nearest(path)}).items():
+            hint = _nearest(path)
+            whole = next(iter(inner)) if len(inner) == 1 and hint == SEE_ALL else ".".join(path)
+            for key, hint in (known or {whole: hint}).items():
                 yield f"{origin}: unknown key {key}; {hint}"
         elif isinstance(value, Mapping) and path in SECTIONS:
             into[name] = into[name] if isinstance(into.get(name), dict) else {}
@@ -290,7 +293,7 @@ def _nearest(path: tuple[str, ...]) -> str:
         return f"the nearest key is {difflib.get_close_matches('.'.join(path), elsewhere, 1, cutoff=0)[0]}"
     if near := difflib.get_close_matches(name, SECTIONS[path[:-1]], 1, cutoff=0.7):
         return f"did you mean {'.'.join((*path[:-1], near[0]))}?"
-    return "--print-config shows all keys"
+    return SEE_ALL
 
 
 def _lines(error: ValidationError, origins: Mapping[str, str]) -> Iterator[str]:

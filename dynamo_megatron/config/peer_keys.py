@@ -18,13 +18,16 @@ OURS = {  # ours: verl's keys and slime's options
     "data.template_args": "data.apply_chat_template_kwargs --apply-chat-template-kwargs",
     "data.shuffle_seed (always shuffled)": "data.shuffle data.seed --rollout-shuffle --rollout-seed",
     "algorithm.allocation (a budget a step; kind: uniform spreads it evenly)": "rollout.n --n-samples-per-prompt",
-    "algorithm.loss.mini_batches (the number of updates a step)": "actor.ppo_mini_batch_size --global-batch-size",
+    "algorithm.loss.mini_batches (the number of updates a step)": "actor.ppo_mini_batch_size --global-batch-size "
+    "--num-steps-per-rollout",
     "trainer.micro_batch_tokens (tokens; sequences are not split)": "actor.ppo_max_token_len_per_gpu "
     "actor.ppo_micro_batch_size_per_gpu --max-tokens-per-gpu --micro-batch-size",
     "trainer.recompute (none, selective or full)": "model.enable_gradient_checkpointing --recompute-granularity",
-    "algorithm.loss.aggregation": "actor.loss_agg_mode --calculate-per-token-loss",
-    "methods/grpo (a method's file, after your config; gae: methods/ppo)": "algorithm.adv_estimator "
-    "--advantage-estimator",
+    "algorithm.loss.aggregation (sequence_mean for seq-mean-token-mean)": "actor.loss_agg_mode "
+    "--calculate-per-token-loss",
+    "methods/grpo, given after your config (gae, ppo: methods/ppo; gspo, cispo, optimal_token_baseline: methods/gspo, "
+    "cispo, otb; rloo: methods/grpo with algorithm.advantage.kind=rloo; others: kind=module:function of yours)": ""
+    "algorithm.adv_estimator --advantage-estimator",
     "algorithm.advantage.kind (dr_grpo divides by none)": "algorithm.norm_adv_by_std_in_grpo "
     "--disable-grpo-std-normalization",
     "algorithm.advantage.gamma and lambda": "algorithm.gamma algorithm.lam --gamma --lambd",
@@ -32,30 +35,43 @@ OURS = {  # ours: verl's keys and slime's options
     "critic.optimizer.lr": "critic.optim.lr --critic-lr",
     "critic.value_clip": "critic.cliprange_value --value-clip",
     "critic.warmup_steps": "trainer.critic_warmup --num-critic-only-steps",
-    "algorithm.loss.clip_cov, kl_cov, ratio (gspo) or kind (cispo)": "actor.policy_loss.loss_mode",
+    "methods/gspo, cispo, clip_cov or kl_cov (others: algorithm.loss.kind=module:function of yours)": ""
+    "actor.policy_loss.loss_mode",
+    "algorithm.loss.clip_cov.ratio": "actor.policy_loss.clip_cov_ratio",
+    "algorithm.loss.clip_cov.low": "actor.policy_loss.clip_cov_lb",
+    "algorithm.loss.clip_cov.high": "actor.policy_loss.clip_cov_ub",
+    "algorithm.loss.kl_cov.ratio": "actor.policy_loss.kl_cov_ratio",
+    "algorithm.loss.kl_cov.coef": "actor.policy_loss.ppo_kl_coef",
     "algorithm.loss.clip_ratio_low and clip_ratio_high": "actor.clip_ratio",
     "algorithm.loss.clip_ratio_low": "actor.clip_ratio_low --eps-clip",
     "algorithm.loss.clip_ratio_high": "actor.clip_ratio_high --eps-clip-high",
     "algorithm.loss.clip_ratio_c": "actor.clip_ratio_c --eps-clip-c",
     "algorithm.loss.entropy_coef": "actor.entropy_coeff --entropy-coef",
-    "algorithm.kl.coef (above 0 turns it on; in the loss)": "actor.kl_loss_coef actor.use_kl_loss "
-    "algorithm.use_kl_in_reward algorithm.kl_ctrl.kl_coef --kl-loss-coef --use-kl-loss",
+    "algorithm.kl.coef (in the loss, and on if above 0; for a KL in the reward, algorithm.kl.kind=k2)": ""
+    "actor.kl_loss_coef actor.use_kl_loss algorithm.use_kl_in_reward algorithm.kl_ctrl.kl_coef --kl-loss-coef "
+    "--use-kl-loss --kl-coef",
     "algorithm.kl.kind (low_var_kl is k3)": "actor.kl_loss_type --kl-loss-type",
-    "algorithm.advantage.overlong_buffer (the share len / max_response_length)": "reward_model.overlong_buffer.len",
-    "algorithm.advantage.overlong_penalty": "reward_model.overlong_buffer.penalty_factor",
-    "reward.reward_model.path": "reward_model.model.path",
+    "algorithm.advantage.overlong_buffer (the share len / max_response_length)": "reward_model.overlong_buffer.len "
+    "reward.reward_kwargs.overlong_buffer_cfg.len",
+    "algorithm.advantage.overlong_penalty": "reward_model.overlong_buffer.penalty_factor "
+    "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor",
+    "reward.reward_model.path": "reward_model.model.path reward.reward_model.model_path",
     "algorithm.dynamic_sampling (rounds: max_num_gen_batches - 1)": "algorithm.filter_groups.enable "
     "algorithm.filter_groups.max_num_gen_batches --dynamic-sampling-filter-path --over-sampling-batch-size",
     "algorithm.rollout_correction.level": "algorithm.rollout_correction.rollout_is --use-tis",
+    "algorithm.rollout_correction.low": "--tis-clip-low",
     "algorithm.rollout_correction.high": "algorithm.rollout_correction.rollout_is_threshold --tis-clip",
+    "algorithm.loss.old (engine)": "algorithm.rollout_correction.bypass_mode --use-rollout-logprobs",
+    "rollout.temperature": "--rollout-temperature",
     "reward.functions (module:function of (prompt, response), or a URL)": "custom_reward_function.path "
-    "custom_reward_function.name --custom-rm-path --rm-type --rm-url",
+    "custom_reward_function.name reward.custom_reward_function.path --custom-rm-path --rm-type --rm-url",
     "optimizer.lr": "actor.optim.lr --lr",
     "optimizer.weight_decay": "actor.optim.weight_decay --weight-decay",
-    "optimizer.warmup_steps (in steps)": "actor.optim.lr_warmup_steps actor.optim.lr_warmup_steps_ratio "
-    "--lr-warmup-iters",
+    "optimizer.betas": "actor.optim.betas --adam-beta1 --adam-beta2",
+    "optimizer.warmup_steps (in steps; slime counts updates)": "actor.optim.lr_warmup_steps "
+    "actor.optim.lr_warmup_steps_ratio --lr-warmup-iters",
     "optimizer.clip_grad": "actor.optim.clip_grad actor.grad_clip --clip-grad",
-    "optimizer.schedule": "actor.optim.lr_decay_style --lr-decay-style",
+    "optimizer.schedule": "actor.optim.lr_decay_style actor.optim.lr_scheduler_type --lr-decay-style",
     "optimizer.cpu_offload": "--optimizer-cpu-offload",
     "trainer.steps (epochs x problems of the data / data.batch_prompts)": "trainer.total_training_steps "
     "trainer.total_epochs --num-rollout --num-epoch",

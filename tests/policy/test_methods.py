@@ -150,9 +150,13 @@ def test_kl_cov_holds_the_largest_covariances_to_the_old_policy_in_place_of_the_
     expect(got, a, grpo.weights, -a * r + chosen * held, -a * r + chosen * slope)
 
 
-def test_otb_has_a_baseline_for_every_token(rollouts, stats):
-    got = run("otb", rollouts, stats)
+@pytest.mark.parametrize("correction", ["null", "{high: 1.5}"])
+def test_otb_has_a_baseline_for_every_token(rollouts, stats, correction):
+    got = run("otb", rollouts, stats, f"algorithm.rollout_correction={correction}")
     energy = (1 - 2 * stats.old.double().exp() + stats.collision.double()).numpy()
+    correct = np.minimum(np.exp(stats.old.double().numpy() - rollouts.engine_logprobs), 1.5)
+    correct = np.ones(len(energy)) if correction == "null" else correct
+    energy = energy * correct**2  # that of the weighted score
     bounds, lengths = rollouts.response_offsets, rollouts.response_lengths
     expected = np.zeros(len(energy))
     for s, group in enumerate(rollouts.group_ids):
@@ -161,8 +165,7 @@ def test_otb_has_a_baseline_for_every_token(rollouts, stats):
             so_far = [energy[bounds[i] : bounds[i] + t + 1].sum() for i in there]
             baseline = np.average(rollouts.rewards[there], weights=so_far) if len(there) > 1 else 0.0
             expected[bounds[s] + t] = rollouts.rewards[s] - (rollouts.rewards[s] if SIZES[group] == 1 else baseline)
-    weights = np.full(len(energy), 1 / len(energy))
-    expect(got, expected, weights, *clipped(expected, ratio(stats)))
+    expect(got, expected, correct / len(energy), *clipped(expected, ratio(stats)))
 
 
 def against_history(rollouts) -> np.ndarray:
