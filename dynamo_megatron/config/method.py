@@ -211,6 +211,7 @@ class LossConfig(Section):
 
 class KLConfig(Section):
     coef: Annotated[float, Field(ge=0)] = 0.0
+    # k3 is at most 10, without a gradient beyond (2.6 nats below the reference), as in verl's low_var_kl
     kind: Literal["k1", "k2", "k3", "abs"] = "k3"
     # function: the user's loss has the term, with the coef that it is given
     where: Literal["loss", "function"] = "loss"
