@@ -115,9 +115,9 @@ def _merge(
             # Of a pasted section of verl each key that has a name here is answered.
             inner = {".".join(leaf): _peer(leaf) for leaf, _ in _leaves(value, path)}
             known = {key: hint for key, hint in inner.items() if hint is not None}
-            hint = _nearest(path)
-            whole = next(iter(inner)) if len(inner) == 1 and hint == SEE_ALL else ".".join(path)
-            for key, hint in (known or {whole: hint}).items():
+            near = _nearest(path)
+            whole = next(iter(inner)) if len(inner) == 1 and near == SEE_ALL else ".".join(path)
+            for key, hint in (known or {whole: near}).items():
                 yield f"{origin}: unknown key {key}; {hint}"
         elif isinstance(value, Mapping) and path in SECTIONS:
             into[name] = into[name] if isinstance(into.get(name), dict) else {}

@@ -28,9 +28,16 @@ STATED = re.compile(
     r"(?:\b(?:answer|choice|option)\b(?:[ \t]+is\b|[ \t*]*[:：])"
     r"|(?<!\bif )(?<!\bwhen )(?<!\bshould )(?<!\bsuppose )\bI(?:['’]d|['’]ll| would| will)? (?:choose|pick|go with)\b"
     r"(?! (?:to|this|that|it|these|those|them)\b)"
-    r"|答案(?:[是为為]|[ \t*]*[:：])(?:选项)?|(?:所以|[故应])(?:本题)?选)"
+    r"|(?:答案|正确选项)(?:应?[是为為]|[ \t*]*[:：])(?:选项)?"
+    r"|(?:所以|因此|综上|本题|答案|正确|[故应])[，,]?(?:本题|答案)?应?选(?!项))"
     # what follows in the line, or a letter that begins the next one
-    r"((?:[ \t*_]*\n){1,2}[ \t*_(]*[A-Z](?:[*_).:][^\n]{0,200})?[ \t]*(?=\n|\Z)|[^\n]{0,200})",
+    r"(?=((?:[ \t*_]*\n){1,2}[ \t*_(]*[A-Z](?:[*_).:][^\n]{0,200})?[ \t]*(?=\n|\Z)|[^\n]{0,200}))",
+    re.IGNORECASE,
+)
+# "option B is correct", "(B) is the best answer"
+NAMED = re.compile(
+    r"(?<!\bif )(?<!\bwhether )(?:\b(?:option|choice|answer)[ \t*_(\"]*(?-i:([A-Z]))[*_)\"]* is (?:correct|right)\b"
+    rf"|(?-i:{LETTER.pattern})[*_).\"]* is the (?:only )?(?:correct|right|best) (?:answer|choice|option)\b)",
     re.IGNORECASE,
 )
 # "is A rather than B": a capital A within a sentence is no article.
@@ -164,10 +171,13 @@ def chosen(response: str) -> str | None:
 
 
 def _stated(text: str) -> str:
-    """What follows the last "answer is" that a letter follows; "" where there is none."""
-    for found in reversed([*STATED.finditer(text)]):
+    """What follows the last "answer is" that a letter follows, or the letter of a later "option B is correct"; "" where
+    there is neither."""
+    for found in sorted([*STATED.finditer(text), *NAMED.finditer(text)], key=re.Match.start, reverse=True):
+        if found.re is NAMED:
+            return found[1] or found[2]
         said = found[1]
-        if CAPITAL_A.match(said) and not found[0].removesuffix(said).rstrip().endswith((":", "：")):
+        if CAPITAL_A.match(said) and not found[0].rstrip().endswith((":", "：")):
             return "A"
         letter = IN_STATEMENT.search(said)
         if ALONE.fullmatch(said) or (letter and not re.search(r"\bnot\b|n['’]t\b", said[: letter.start()])):

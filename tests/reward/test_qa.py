@@ -156,6 +156,16 @@ def test_a_row_without_a_reference_is_an_error(answer):
         ("a) 3 is too small.\nb) 4 fits.\nSo the correct one is b.", None),
         ("选项A错误,选项 C 不对。故选B。", "B"),
         ("A 错误。因此答案是选项B。", "B"),
+        ("因此选B，不选A。", "B"),
+        ("综上，正确选项是B。A 错误", "B"),
+        ("One might think the answer is A. However, the correct answer is C.", "C"),
+        ("The answer is B? No, the answer is C.", "C"),
+        ("Option B is the correct answer because options A, C and D are wrong.", "B"),
+        ("**B** is the correct answer. A is wrong. D too.", "B"),
+        ("Thus option (B) is correct, while (A), (C) and (D) are incorrect.", "B"),
+        ("If B is the correct answer, x is 2. It is 3, so the answer is C.", "C"),
+        ("The answer is C. I checked whether option B is correct.", "C"),
+        ("Option A is correct about x, but the answer is D.", "D"),
     ],
 )
 def test_the_letter_that_a_response_chooses(response, letter):

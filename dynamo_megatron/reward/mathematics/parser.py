@@ -26,6 +26,7 @@ from dynamo_megatron.reward.mathematics.value import (
     DOTS,
     INFINITY,
     PI,
+    REALS,
     Group,
     Node,
     Number,
@@ -46,6 +47,8 @@ RELATIONS = {
     **{"=": "=", "<": "<", ">": ">", "lt": "<", "gt": ">", "le": "<=", "ge": ">=", "ne": "!=", "<=": "<=", ">=": ">="},
     **{"!=": "!=", "==": "=", "in": "in", "approx": "approx", "equiv": "equiv", "sim": "sim", "propto": "propto"},
 }
+INEQUALITIES = {"<", "<=", ">", ">="}
+MODULO, ABOUT = ("bmod", "mod"), ("approx", "approximately", "about")
 SETS = {"cup": "union", "cap": "cap", "setminus": "minus", "backslash": "minus"}
 
 
@@ -55,6 +58,24 @@ def parse(text: str) -> Node:
     node = parser.infix(("end",))
     parser.take("end")
     return node
+
+
+def _union(items: list[Node]) -> Group | None:
+    """x < 2 or x > 3, [1, 2] or (3, 4], x < 0 or x = 1; None without an inequality or an interval."""
+    parts: list[Node] = []
+    for item in items:
+        match item:
+            case Relation(signs=("=",), members=(Symbol(), value)):
+                parts.append(Group("set", (value,)))
+            case Relation(signs=signs) if set(signs) <= INEQUALITIES:
+                parts.append(item)
+            case Group(kind="(]" | "[)" | "[]" | "()" as kind, items=(low, high)):
+                if kind == "()" and high != INFINITY and low != Op("neg", (INFINITY,)):
+                    return None  # a point
+                parts.append(item)
+            case _:
+                return None
+    return Group("union", tuple(parts)) if any(part in items for part in parts) else None
 
 
 class _Parser:
@@ -102,8 +123,8 @@ class _Parser:
             if self.next.kind in ends:
                 break
             items.append(self.element())
-        if either and all(isinstance(item, Relation) and set(item.signs) <= {"<", "<=", ">", ">="} for item in items):
-            return Group("union", tuple(items))  # x < 2 or x > 3
+        if either and (union := _union(items)) is not None:
+            return union
         return items[0] if len(items) == 1 else compound(items) or Group("list", tuple(items))
 
     def infix(self, ends: tuple[str, ...]) -> Node:
@@ -120,9 +141,14 @@ class _Parser:
             self.step()
             signs.append(sign)
             members.append(self.side())
+        if self.bracketed() in ABOUT:  # 1/3 (approximately 0.333)
+            self.at += 2
+            signs.append("approx")
+            members.append(self.sum())
+            self.take(")")
         if signs and self.accept("\\bmod", "\\pmod"):
             modulus = self.unary()
-        elif signs and self.next.kind == "(" and self.tokens[self.at + 1].text in ("bmod", "mod"):
+        elif signs and self.bracketed() in MODULO:
             self.at += 2
             modulus = self.sum()
             self.take(")")
@@ -226,15 +252,19 @@ class _Parser:
         kind = self.next.kind
         if kind == "number":  # "n 2^n" is a product, "3 4" and "x2" are none
             before, apart = self.tokens[self.at - 1].kind, self.next.gap or self.tokens[self.at + 1].kind == "^"
-            return before in (")", "}") or (apart and (before == "name" or before.startswith("\\")))
+            return before in (")", "}", "!") or (apart and (before == "name" or before.startswith("\\")))
         if kind == "|":
             return self.bars == 0
-        if kind == "(" and self.tokens[self.at + 1].text in ("bmod", "mod"):
+        if self.bracketed() in MODULO + ABOUT:
             return False
         if kind in ("name", "function", "(", "[", "{", "\\frac", "\\sqrt", "\\binom", "\\lfloor", "\\lceil"):
             return True
         name = kind.removeprefix("\\")
         return bool(name in OTHER_NAME or LETTERS.fullmatch(name) or MARKS.fullmatch(name))
+
+    def bracketed(self) -> str:
+        """What stands behind an opening bracket, if this is the next token."""
+        return self.tokens[self.at + 1].text if self.next.kind == "(" else ""
 
     def unary(self) -> Node:
         return self.signed(self.unary) if self.next.kind in ("-", "+", "\\pm", "\\mp") else self.power()
@@ -350,8 +380,10 @@ class _Parser:
         if name in ("f", "g", "h", "F", "G", "H") or name.rstrip("'") != name:
             if self.next.kind == "(":
                 return Op(f"call {name}", self.arguments())
-        elif self.next.kind == "(" and self.tokens[self.at + 1].text == "0" and self.tokens[self.at + 2].kind == ")":
-            return Op(f"call {name}", self.arguments())  # I(0) is no product
+        elif [token.kind for token in self.tokens[self.at : self.at + 3 : 2]] == ["(", ")"]:
+            inside, after = self.tokens[self.at + 1], self.tokens[self.at + 3]  # I(0) and p(x) = are no products
+            if inside.text == "0" or (self.at == 1 and inside.kind == "name" and after.kind == "="):
+                return Op(f"call {name}", self.arguments())
         return Symbol(name)
 
     def raw(self) -> str:
@@ -427,6 +459,8 @@ class _Parser:
         closings = ("\\}",) if opening == "\\{" else (")", "]")
         if opening == "\\{" and self.accept("\\}"):
             return Symbol("emptyset")
+        if opening == "\\{" and self.next.kind == "name" and self.tokens[self.at + 1].kind in ("|", ":", "\\in"):
+            return self.described()
         bars, self.bars = self.bars, 0
         node = self.answer(closings)
         self.bars = bars
@@ -438,6 +472,19 @@ class _Parser:
         if len(items) > 1 or isinstance(items[0], Quantity):
             return Group(kind, items)
         return items[0] if kind in ("()", "[]") else self.fail()
+
+    def described(self) -> Node:
+        r"""x \in \mathbb{R} | x > 2 \}, as x > 2."""
+        self.step()
+        if self.accept("\\in"):
+            self.bars += 1
+            self.need(self.side() == REALS)
+            self.bars -= 1
+        self.need(self.accept("|", ":"))
+        node = self.answer(("\\}",))
+        self.need(isinstance(node, Relation) or (isinstance(node, Group) and node.kind == "union"))
+        self.take("\\}")
+        return node
 
     def matrix(self) -> Node:
         self.step()

@@ -40,12 +40,16 @@ SAME_COMMAND = {
     **dict.fromkeys(["cdots", "dots", "dotsc", "dotsb", "dotso", "dotsm", "hdots"], "ldots"),
     **dict.fromkeys(["degree", "degrees", "textdegree"], "circ"),
     **{"neq": "ne", "varnothing": "emptyset", "lbrace": "{", "rbrace": "}", "varphi": "phi", "varepsilon": "epsilon"},
+    **dict.fromkeys(["lor", "vee"], "text{ or }"),
     **{"ast": "cdot", "mod": "bmod"},
 }
 SIGN_OF_COMMAND = {
     **dict.fromkeys(["lvert", "rvert", "vert", "mid"], "|"),
     **{"AA": "Å", "div": "/", "langle": "(", "rangle": ")", "colon": ":"},
 }
+DEGREE = re.compile(
+    r"(?<!\^)(?<!\^\{)\\(?:degrees?|textdegree)(?![A-Za-z])|\\text\{\s*°\s*\}|(?<=\d)\^(?:o(?![a-z])|\{o\})"
+)
 COMMAND = re.compile(r"\\([A-Za-z]+)(?![A-Za-z])[ \t]*")
 # Formatting that a reader does not see, or that does not change the value.
 REMOVED = re.compile(
@@ -99,6 +103,7 @@ def normal_form(text: str) -> str:
     delimiters of mathematics and marks at the end. Words are in `\text{}`, and single spaces stay."""
     if len(text) > LONGEST:
         return text
+    text = DEGREE.sub("°", text.replace("{}^", "^"))
     text = VULGAR.sub(_vulgar, QUOTED.sub(r"\1", text.strip().strip("*`").strip()))
     text = RAISED.sub(lambda run: f"^{{{run[0].translate(SUPERSCRIPTS)}}}", text)
     text = LOWERED.sub(lambda run: f"_{{{run[0].translate(SUBSCRIPTS)}}}", text)
@@ -135,7 +140,7 @@ def trimmed(text: str) -> str:
     """`text` without marks and spaces at its ends, and without braces around all of it."""
     for _ in range(DEEPEST):
         text = re.sub(r"(?<=[A-Za-z0-9])[.,;:]+\s*\}$", "}", text.strip(" *`"))
-        text = text.rstrip(".,;: ").removesuffix("\\\\").lstrip(",;:= ").removeprefix("\\approx ")
+        text = text.rstrip(".,;: \\").lstrip(",;:= ").removeprefix("\\approx ")
         if not (text.startswith("{") and text.endswith("}") and _one_group(text)):
             break
         text = text[1:-1]

@@ -33,6 +33,7 @@ TOKEN = re.compile(
     r"|(?P<letters>[A-Za-z]+)|(?P<word>[€£¥₹₩¢]|[^\W\dA-Za-z_]+)|(?P<sign><=|>=|(?<= )!=|==|[!-/:-@\[-`{-~])"
 )
 BRACKETS = {"(": 1, "[": 1, "{": 1, "\\{": 1, ")": -1, "]": -1, "}": -1, "\\}": -1}
+JOINING = {"and": "and", "or": "or", "和": "and", "或": "or", "或者": "or"}
 EXPONENT = re.compile(r"[eE]([-+]?\d{1,6})(?![\d.\w{])")
 
 
@@ -75,9 +76,10 @@ class _Lexer:
         if found["text"]:
             self._text(found["inside"], gap)
         elif found["letters"]:
-            self._letters(part, gap)
+            self._letters(part, gap, last=found.end() == len(text))
         elif found["word"]:  # of a script without Latin letters
-            self.tokens.append(Token("currency" if part in CURRENCIES else "word", part, gap))
+            kind = "currency" if part in CURRENCIES else "," if part in JOINING else "word"
+            self.tokens.append(Token(kind, JOINING.get(part, part), gap))
         elif found["command"]:
             kind = "currency" if part == "\\dollar" else "function" if part[1:] in FUNCTIONS else part
             self.tokens.append(Token(kind, part[1:], gap))
@@ -112,8 +114,8 @@ class _Lexer:
             part = found[0]
             if part[0].isdecimal():
                 self.tokens.append(Token("number", part, gap))
-            elif part.lower() in ("and", "or"):
-                self.tokens.append(Token(",", part, gap))
+            elif part.lower() in JOINING:
+                self.tokens.append(Token(",", JOINING[part.lower()], gap))
             elif not part[0].isalpha():
                 self.tokens.append(Token(part, part, gap))
             elif part in FUNCTIONS and not (after_number and is_unit(part)):
@@ -124,14 +126,14 @@ class _Lexer:
                 self.tokens.append(Token("name", part, gap))
             gap, after_number = True, True
 
-    def _letters(self, run: str, gap: bool) -> None:
+    def _letters(self, run: str, gap: bool, last: bool) -> None:
         previous = self.tokens[-1].kind if self.tokens else ""
-        if run in FUNCTIONS:
+        if run in FUNCTIONS and not (last and previous == "number"):  # 45 min
             self.tokens.append(Token("function", run, gap))
         elif run in NAMED or GREEK.fullmatch(run):
             self.tokens.append(Token("\\" + run, run, gap))
-        elif run.lower() in ("and", "or"):
-            self.tokens.append(Token(",", run, gap))
+        elif run.lower() in JOINING:
+            self.tokens.append(Token(",", JOINING[run.lower()], gap))
         elif run == "mod":
             self.tokens.append(Token("\\bmod", run, gap))
         elif run == "in" and previous == "number" and len(self.tokens) > 1 and self.tokens[-2].kind == "word":
@@ -186,6 +188,7 @@ for _dimension, _factors in {
     "won": {"1": "won ₩ 원"},
     "degree": {"1": "degree deg 度"},
     "radian": {"1": "radian rad 弧度"},
+    "unit": {"1": "unit"},
     "joule": {"1": "J joule", "1000": "kJ kilojoule"},
     "newton": {"1": "N newton"},
     "watt": {"1": "W watt", "1000": "kW kilowatt"},

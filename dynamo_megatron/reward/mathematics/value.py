@@ -121,11 +121,11 @@ def compound(items: Sequence[Node]) -> Quantity | None:
 
 
 def is_plain_number(node: Node) -> bool:
-    r"""A number as it is written before a noun: 7, -2.5, 3/4, 1 1/2, 6 \times 10^5; not 2 \times 3."""
+    r"""A number as it is written before a noun: 7, -2.5, 3/4, 1 1/2, 6 \times 10^5, 2^{10}, 5!; not 2 \times 3."""
     if isinstance(node, Op) and node.name == "times":  # scientific notation
         power = node.args[1]
         return isinstance(power, Op) and power.name == "pow" and power.args[0] == Number(Fraction(10))
-    if isinstance(node, Op) and node.name in ("neg", "div", "mul"):
+    if isinstance(node, Op) and node.name in ("neg", "div", "mul", "pow", "factorial", "binom"):
         return all(is_plain_number(part) for part in node.args)
     return isinstance(node, Number)
 
@@ -164,6 +164,8 @@ def equal_values(first: Node, second: Node) -> bool:
         kinds.append("integer")
     if used & BRANCHED or any((value := exact(power)) is None or value.denominator != 1 for _, power in powers):
         kinds.append("positive")
+    if used & {"floor", "ceil"} and not _equal_at(points(names, "integer"), first, second, tolerance, ENOUGH):
+        return False  # the others are never whole, where ceil(x) is floor(x) + 1
     return any(_equal_at(points(names, kind), first, second, tolerance, ENOUGH) for kind in kinds)
 
 
