@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_megatron.evaluation.results import (
-    align,
     markdown_row,
     paired_bootstrap,
     problem_pass_at_k,
@@ -41,7 +40,7 @@ def figures(folder: Path, seed: int) -> dict[str, Any]:
     """Of a finished run with its first and last evaluation: scores in fractions, times in seconds."""
     run, revisits = read_run(folder), read_revisits(folder)
     first, last = run.evaluations[0], run.evaluations[-1]
-    results = align(*(read_results(results_file(folder, each["step"])) for each in (first, last)))
+    results = [read_results(results_file(folder, each["step"])) for each in (first, last)]
     rates, given = revisits.success_rates, revisits.rollouts
     sometimes, always = given[(rates >= 0.2) & (rates <= 0.8)], given[rates == 1]
     parts = ("generate", "logprobs", "update", "weight_sync", "other")

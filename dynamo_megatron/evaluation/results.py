@@ -162,18 +162,6 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(map(markdown_row, [head, ["---"] + ["---:"] * (len(head) - 1), *others]))
 
 
-def align(*evaluations: Sequence[ProblemResult]) -> list[list[ProblemResult]]:
-    """The evaluations with their problems in the order of the first evaluation.
-
-    Raises ValueError naming a problem that is not in all evaluations.
-    """
-    by_id = [{r.prompt_id: r for r in results} for results in evaluations]
-    for ids in by_id:
-        if differ := ids.keys() ^ by_id[0].keys():
-            raise InputError(f"problem {min(differ)!r} is not in every evaluation; compare those of the same problems")
-    return [[ids[prompt_id] for prompt_id in by_id[0]] for ids in by_id]
-
-
 # Several models on several sets
 
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from dynamo_megatron.config.files import identity
 from dynamo_megatron.evaluation.results import (
-    align,
     in_percent,
     paired_bootstrap,
     pass_text,
@@ -80,10 +79,7 @@ def _difference(first: tuple[RunRecord, Any], other: tuple[RunRecord, Any], k: i
     files = [results_file(run.folder, evaluation["step"]) for run, evaluation in (first, other)]
     if not all(file.is_file() for file in files):
         return "-"
-    results = [read_results(file) for file in files]
-    if {r.prompt_id for r in results[0]} != {r.prompt_id for r in results[1]}:
-        return "-"
-    passes = [problem_pass_at_k(each, k) for each in align(*results)]
+    passes = [problem_pass_at_k(read_results(file), k) for file in files]
     return in_percent(paired_bootstrap(*passes), sign="+")
 
 

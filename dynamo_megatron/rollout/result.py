@@ -132,13 +132,6 @@ class RolloutResult:
         }
 
     @property
-    def counts_by_server(self) -> dict[str, dict[str, int]]:
-        """The same five kinds for each server; "" stands for the rollouts that no server answered."""
-        servers = sorted({outcome.server for outcome in self.outcomes.values()})
-        kinds = Counter((outcome.server, outcome.kind) for outcome in self.outcomes.values())
-        return {server: {kind: kinds[server, kind] for kind in KINDS} for server in servers}
-
-    @property
     def idle_share(self) -> float:
         """The share of `seconds_ahead` in which a server had no request under way, averaged over the servers; 1.0
         without a server."""

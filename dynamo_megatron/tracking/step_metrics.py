@@ -169,14 +169,14 @@ def _of_servers(result: RolloutResult) -> dict[str, float]:
         "fleet/retries": sum(use.retries for use in result.uses.values()),
         "fleet/restarts": sum(use.restarts for use in result.uses.values()),
     }
-    answered = result.counts_by_server
+    answered = Counter(outcome.server for outcome in result.outcomes.values())
     for name, use in sorted(result.uses.items()):
         if name:
             metrics[f"fleet/{name}/tokens_per_second"] = use.tokens / seconds
             metrics[f"fleet/{name}/busy_share"] = min(1.0, use.busy / seconds)
             if use.kv_cache is not None:
                 metrics[f"fleet/{name}/kv_cache"] = use.kv_cache
-            metrics[f"fleet/{name}/rollouts"] = sum(answered.get(name, {}).values())
+            metrics[f"fleet/{name}/rollouts"] = answered[name]
     return metrics
 
 

@@ -6,7 +6,6 @@ import pytest
 from dynamo_megatron.evaluation.results import (
     TABLE,
     SetScores,
-    align,
     paired_bootstrap,
     read_results,
     results_file,
@@ -74,14 +73,6 @@ def test_summary():
         summarise([], [1])
     with pytest.raises(ValueError, match="pass@5"):
         summarise(results, [5])
-
-
-def test_only_the_same_problems_are_compared():
-    a, b = result("a", "1"), result("b", "1")
-    assert align([a, b], [b, a]) == [[a, b], [a, b]]
-    for before, after in (([a, b], [a]), ([a], [a, b])):
-        with pytest.raises(ValueError, match="problem 'b' is not in every evaluation"):
-            align(before, after)
 
 
 # Several models on several sets

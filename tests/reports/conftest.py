@@ -59,9 +59,9 @@ class Folders:
         row = {"step": step, "reward/mean": 0.5, "policy/entropy": 1.0, "data/epoch": 0, "time/step": 2.0}
         self._append(folder / "metrics.jsonl", row | metrics)
 
-    def evaluation(self, folder: Path, step: int, right: list[bool], prefix: str = "p", of: str = "") -> None:
+    def evaluation(self, folder: Path, step: int, right: list[bool], of: str = "") -> None:
         fields = {"lengths": [3], "finish_reasons": ["stop"], "statuses": ["ok"], "responses": ["r"]}
-        results = [ProblemResult(f"{prefix}{i}", "d", [float(r)], [r], **fields) for i, r in enumerate(right)]
+        results = [ProblemResult(f"p{i}", "d", [float(r)], [r], **fields) for i, r in enumerate(right)]
         write_results(results_file(folder, step), results)
         self._append(folder / "evaluations.jsonl", {"step": step, **summarise(results, [1]), "eval/of": of})
 
