@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from dynamo_megatron.checkpoint.folder import choose_checkpoint, latest_checkpoint, read_state
+from dynamo_megatron.checkpoint.folder import choose_checkpoint, latest_checkpoint, read_manifest, read_state
 from dynamo_megatron.checkpoint.safetensors_folder import CHAT_TEMPLATE_FILE, EXPORT_FILE, exported_step
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, differing, identity, read_saved, to_plain
@@ -123,9 +123,9 @@ class OutputDir:
         last = self._last()
         return read_state(last[1]).get("stream") if last is not None else None
 
-    def take_over(self, step: int) -> None:
+    def take_over(self, step: int, ranks: int) -> None:
         """Writes config.yaml. The run goes on after `step`: rollouts of later steps than the next one came from weights
-        that other settings will not give again, and are dropped if such settings have changed. With
+        that other settings will not give again, and are dropped if such settings or the `ranks` have changed. With
         `rollout.max_staleness` they may come from weights up to `step`; the rollout process drops those that do not."""
         plain, ahead = to_plain(self.config), self.config.rollout.max_staleness > 0
         scheduled = any(o.schedule != "constant" for o in (self.config.optimizer, self.config.critic.optimizer))
@@ -134,7 +134,9 @@ class OutputDir:
         for export in self.path.glob("hf*"):
             if (exported_step(export) or 0) > step:  # of steps that come again, and will be exported again
                 (export / EXPORT_FILE).unlink()
-        if not ahead and self._file.is_file() and self._changes(keys):
+        layout = read_manifest(last[1])["layout"] if (last := self._last()) is not None else None
+        moved = layout is not None and layout["ranks"] != ranks
+        if not ahead and self._file.is_file() and (moved or self._changes(keys)):
             for later, rollouts in step_files(self.path).items():
                 if later > step + 1:
                     rollouts.unlink()

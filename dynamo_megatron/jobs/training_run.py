@@ -62,7 +62,7 @@ class TrainingRun:
         self._profiler = StepProfiler(job.config, policy.layout)
         self.start = self._resume()
         if leads:
-            job.output.take_over(self.start)
+            job.output.take_over(self.start, policy.layout.world_size)
 
     def _resume(self) -> int:
         """Loads the newest complete checkpoint and returns its step, or returns 0 if there is no checkpoint."""

@@ -125,7 +125,7 @@ class ModelSpec:
             raise InputError(
                 f"parallel.last_stage_layers: {p.last_stage_layers} leaves {self.num_layers - p.last_stage_layers} of "
                 f"{self.num_layers} layers for {p.pp - 1} equal stages of {p.vpp} equal chunks; use one of "
-                f"{', '.join(map(str, fits[:3]))}"
+                f"{', '.join(map(str, sorted(fits[:3])))}"
             )
         cuts += [("vpp", p.vpp, layers, "layers of a stage") for layers in p.stage_layers(self.num_layers)]
         if self.num_experts:

@@ -35,15 +35,27 @@ def test_rollouts_of_weights_that_will_not_come_again_are_dropped(tmp_path, sect
     for step in (4, 5, 6):
         (tmp_path / "rollouts" / f"step-{step:06d}.jsonl.zst").write_text("{}\n")
     for given, steps in ((sections, "456"), (sections, "456"), (sections | change, left)):
-        OutputDir(settings(tmp_path, **given)).take_over(4)
+        OutputDir(settings(tmp_path, **given)).take_over(4, 1)
         assert "".join(sorted(p.name[10] for p in (tmp_path / "rollouts").iterdir())) == steps
+
+
+@pytest.mark.parametrize(("ranks", "left"), [(2, "56"), (1, "5")])
+def test_rollouts_of_another_number_of_ranks_are_dropped(tmp_path, ranks, left):
+    (saved := tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)
+    write_manifest(saved, {"step": 4, "model": {}, "dtype": "bfloat16", "layout": {"ranks": 2}})
+    (tmp_path / "rollouts").mkdir()
+    for step in (5, 6):
+        (tmp_path / "rollouts" / f"step-{step:06d}.jsonl.zst").write_text("{}\n")
+    for given in (2, ranks):
+        OutputDir(settings(tmp_path)).take_over(4, given)
+    assert "".join(sorted(p.name[10] for p in (tmp_path / "rollouts").iterdir())) == left
 
 
 def test_exports_of_steps_that_come_again_are_exported_again(tmp_path):
     for folder, step in (("hf", 20), ("hf-step-000010", 10), ("hf-step-000020", 20)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "export.json").write_text(json.dumps({"step": step}))
-    OutputDir(settings(tmp_path)).take_over(10)
+    OutputDir(settings(tmp_path)).take_over(10, 1)
     assert [path.parent.name for path in tmp_path.glob("*/export.json")] == ["hf-step-000010"]
 
 
@@ -60,7 +72,7 @@ def test_a_run_that_has_ended_is_finished_unless_more_is_asked(tmp_path, now, sa
     (tmp_path / "metrics.jsonl").write_text('{"step": 4}\n')
     sections = {"trainer": {"steps": 4}}
     before = OutputDir(settings(tmp_path, **sections))
-    before.take_over(0)
+    before.take_over(0, 1)
     assert before.finished() is None
     for step in (2, 4):
         (saved := tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
@@ -72,7 +84,7 @@ def test_a_run_that_has_ended_is_finished_unless_more_is_asked(tmp_path, now, sa
     assert said == (says and f"{tmp_path}: {says}")
     (saved / "manifest.json").unlink()
     assert before.finished() is None, "the checkpoint of step 4 is gone"
-    before.take_over(4)
+    before.take_over(4, 1)
     assert before.finished() is None, "it goes on"
 
 
@@ -93,14 +105,14 @@ def test_a_folder_in_which_another_process_trains_is_refused(tmp_path):
 )
 def test_a_resume_says_what_it_changes(tmp_path, capsys, sections, says):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    OutputDir(settings(tmp_path)).take_over(0)
+    OutputDir(settings(tmp_path)).take_over(0, 1)
     OutputDir(settings(tmp_path, **sections)).claim()
     assert capsys.readouterr().out.startswith(f"{tmp_path}: the run there has no checkpoint and begins again{says}")
 
 
 def test_the_seed_and_the_method_of_a_run_may_not_change(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    OutputDir(settings(tmp_path, seed=3)).take_over(0)
+    OutputDir(settings(tmp_path, seed=3)).take_over(0, 1)
     OutputDir(settings(tmp_path, seed=3, data={"source": "s", "shuffle_seed": 3})).check()
     for other, key in (
         ({}, "data.shuffle_seed, seed"),
@@ -166,7 +178,7 @@ ANOTHER = "restore it from a copy, or name another folder"
 )
 def test_a_broken_file_of_a_run_is_one_line_before_anything_starts(tmp_path, name, text, says):
     config = settings(tmp_path)
-    OutputDir(config).take_over(0)
+    OutputDir(config).take_over(0, 1)
     (tmp_path / "metrics.jsonl").write_text(METRICS)
     (tmp_path / "allocation.jsonl").write_text(DRAWN)
     OutputDir(config).check()
@@ -180,7 +192,7 @@ def test_a_broken_file_of_a_run_is_one_line_before_anything_starts(tmp_path, nam
 
 def test_a_run_with_only_damaged_checkpoints_is_refused_before_anything_starts(tmp_path):
     config = settings(tmp_path)
-    OutputDir(config).take_over(0)
+    OutputDir(config).take_over(0, 1)
     folders = [tmp_path / "checkpoints" / f"step-{step:06d}" for step in (3, 6)]
     for step, folder in zip((3, 6), folders, strict=True):
         folder.mkdir(parents=True)

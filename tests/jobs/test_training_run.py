@@ -35,13 +35,13 @@ def failing(tmp_path, monkeypatch):
         config = Config(
             model={"path": "m"}, data={"source": "s"}, output_dir=str(tmp_path), tracking={"profile_steps": [3]}
         )
-        layout = SimpleNamespace(rank=rank, dp=SimpleNamespace(rank=lambda: 0))
+        layout = SimpleNamespace(rank=rank, world_size=1, dp=SimpleNamespace(rank=lambda: 0))
         begun = SimpleNamespace(step=0, rank=rank)
         begun.begin_step = lambda number: (setattr(begun, "step", number), order.append(f"begin {number}"))
         begun.end_step = lambda: order.append("end")
         progress = SimpleNamespace(phase=lambda name: None)
         journal = SimpleNamespace(open=lambda start: None, say=order.append, progress=progress) if rank == 0 else None
-        job = SimpleNamespace(config=config, journal=journal, output=SimpleNamespace(take_over=lambda start: None))
+        job = SimpleNamespace(config=config, journal=journal, output=SimpleNamespace(take_over=lambda *_: None))
         policy, memory = SimpleNamespace(layout=layout), SimpleNamespace(enter=step("memory", enters))
         run = TrainingRun(job, policy, begun, {}, memory, step("free", frees))
 

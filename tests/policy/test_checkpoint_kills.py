@@ -76,7 +76,7 @@ def on_rank(config, victim: int, change: int) -> None:
     policy, own = Policy(spec, config, layout), config.of_critic
     models = [policy, *([Critic(spec, own, layout)] if own is not None else [])]
     shown = SimpleNamespace(say=print, progress=SimpleNamespace(phase=lambda name: None))
-    journal, folder = shown if layout.rank == 0 else None, SimpleNamespace(take_over=lambda step: None)
+    journal, folder = shown if layout.rank == 0 else None, SimpleNamespace(take_over=lambda step, ranks: None)
     job = SimpleNamespace(config=config, journal=journal, output=folder)
     run = TrainingRun(job, policy, None, {"progress": progress}, critic=models[1] if own is not None else None)
     start, output = run.start, Path(config.output_dir)

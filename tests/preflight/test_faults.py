@@ -197,7 +197,7 @@ def test_a_folder_that_cannot_be_written(base, failure):
 
 def test_the_results_of_this_run_and_of_another(base, check, failure):
     (base / "run").mkdir()
-    OutputDir(compose([str(base / "config.yaml")], [])[0]).take_over(0)
+    OutputDir(compose([str(base / "config.yaml")], [])[0]).take_over(0, 1)
     (base / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     assert check("results") == [("ok", f"{base / 'run'} holds this run, which would go on")]
     assert failure("results", "seed=7").startswith(f"output_dir: {base / 'run'} holds a run with another ")
