@@ -48,8 +48,8 @@ class Sampled(NamedTuple):
 class Trainer:
     """One rank of a run. `run`: jobs/training_run.py's TrainingRun, which stops, saves and exports; its methods are
     collective, `run.start` is the last step that was done before, and `run.on_rank_0` calls a function on rank 0 and
-    returns its result on every rank. `controller`: rank 0's, None on the other ranks. `critic`: PPO's; None:
-    the method has none."""
+    returns its result on every rank. `controller`: rank 0's, None on the other ranks. `critic`: PPO's;
+    None: the method has none."""
 
     def __init__(
         self,

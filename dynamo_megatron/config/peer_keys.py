@@ -25,9 +25,9 @@ OURS = {  # ours: verl's keys and slime's options
     "trainer.recompute (none, selective or full)": "model.enable_gradient_checkpointing --recompute-granularity",
     "algorithm.loss.aggregation (sequence_mean for seq-mean-token-mean)": "actor.loss_agg_mode "
     "--calculate-per-token-loss",
-    "methods/grpo, given after your config (gae, ppo: methods/ppo; gspo, cispo, optimal_token_baseline: methods/gspo, "
-    "cispo, otb; rloo: methods/grpo with algorithm.advantage.kind=rloo; others: kind=module:function of yours)": ""
-    "algorithm.adv_estimator --advantage-estimator",
+    "methods/grpo for grpo, methods/ppo for gae and ppo, methods/gspo, methods/cispo, methods/otb, given after your "
+    "config; algorithm.advantage.kind=rloo for rloo, module:function for others": "algorithm.adv_estimator "
+    "--advantage-estimator",
     "algorithm.advantage.kind (dr_grpo divides by none)": "algorithm.norm_adv_by_std_in_grpo "
     "--disable-grpo-std-normalization",
     "algorithm.advantage.gamma and lambda": "algorithm.gamma algorithm.lam --gamma --lambd",
@@ -47,7 +47,7 @@ OURS = {  # ours: verl's keys and slime's options
     "algorithm.loss.clip_ratio_high": "actor.clip_ratio_high --eps-clip-high",
     "algorithm.loss.clip_ratio_c": "actor.clip_ratio_c --eps-clip-c",
     "algorithm.loss.entropy_coef": "actor.entropy_coeff --entropy-coef",
-    "algorithm.kl.coef (in the loss, and on if above 0; for a KL in the reward, algorithm.kl.kind=k2)": ""
+    "algorithm.kl.coef (in the loss, and on if above 0; nearest to a KL in the reward: algorithm.kl.kind=k2)": ""
     "actor.kl_loss_coef actor.use_kl_loss algorithm.use_kl_in_reward algorithm.kl_ctrl.kl_coef --kl-loss-coef "
     "--use-kl-loss --kl-coef",
     "algorithm.kl.kind (low_var_kl is k3)": "actor.kl_loss_type --kl-loss-type",
@@ -64,7 +64,8 @@ OURS = {  # ours: verl's keys and slime's options
     "algorithm.loss.old (engine)": "algorithm.rollout_correction.bypass_mode --use-rollout-logprobs",
     "rollout.temperature": "--rollout-temperature",
     "reward.functions (module:function of (prompt, response), or a URL)": "custom_reward_function.path "
-    "custom_reward_function.name reward.custom_reward_function.path --custom-rm-path --rm-type --rm-url",
+    "custom_reward_function.name reward.custom_reward_function.path reward.custom_reward_function.name "
+    "--custom-rm-path --rm-type --rm-url",
     "optimizer.lr": "actor.optim.lr --lr",
     "optimizer.weight_decay": "actor.optim.weight_decay --weight-decay",
     "optimizer.betas": "actor.optim.betas --adam-beta1 --adam-beta2",

@@ -227,9 +227,9 @@ class TrainJob(Job):
     def close(self) -> None:
         try:
             self._end_servers()  # first: they hold GPUs, and trackers may take their time
+        finally:
             if self._memory is not None:
                 self._memory.close()
-        finally:
             super().close()
 
     def _end_servers(self) -> None:

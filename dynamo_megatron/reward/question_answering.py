@@ -25,19 +25,22 @@ LETTER = re.compile(
 )
 ANOTHER = re.compile(r"[^\w\n,/&]*(?:,|/|&|\bor\b|\band\b)[^\w\n]*(?:and\b|or\b)?[^\w\n]*" + LETTER.pattern)
 STATED = re.compile(
-    r"(?:\b(?:answer|choice|option)\b(?:[ \t]+is\b|[ \t*]*[:：])"
+    r"(?:(?<!wrong )(?<!other )\b(?:answer|choice|option)\b(?:[ \t]+is\b|[ \t*]*[:：])"
     r"|(?<!\bif )(?<!\bwhen )(?<!\bshould )(?<!\bsuppose )\bI(?:['’]d|['’]ll| would| will)? (?:choose|pick|go with)\b"
     r"(?! (?:to|this|that|it|these|those|them)\b)"
     r"|(?:答案|正确选项)(?:应?[是为為]|[ \t*]*[:：])(?:选项)?"
-    r"|(?:所以|因此|综上|本题|答案|正确|[故应])[，,]?(?:本题|答案)?应?选(?!项))"
-    # what follows in the line, or a letter that begins the next one
-    r"(?=((?:[ \t*_]*\n){1,2}[ \t*_(]*[A-Z](?:[*_).:][^\n]{0,200})?[ \t]*(?=\n|\Z)|[^\n]{0,200}))",
+    r"|(?:所以|因此|综上|本题|答案|[故应])[，,]?(?:本题|答案)?应?选(?!项))"
+    # what follows in the line up to a "but" or a question mark, or a letter that begins the next line
+    r"((?:[ \t*_]*\n){1,2}[ \t*_(]*[A-Z](?:[*_).:][^\n]{0,200})?[ \t]*(?=\n|\Z)"
+    r"|(?:(?!\b(?:but|however|wait|actually)\b(?! (?:if|not)\b)|\?)[^\n]){0,200})",
     re.IGNORECASE,
 )
-# "option B is correct", "(B) is the best answer"
+# A sentence that begins with "option B is correct" or "(B) is the best answer".
 NAMED = re.compile(
-    r"(?<!\bif )(?<!\bwhether )(?:\b(?:option|choice|answer)[ \t*_(\"]*(?-i:([A-Z]))[*_)\"]* is (?:correct|right)\b"
-    rf"|(?-i:{LETTER.pattern})[*_).\"]* is the (?:only )?(?:correct|right|best) (?:answer|choice|option)\b)",
+    r"(?:^|[.!] )[ \t*_(]*(?:(?:so|thus|hence|therefore),? )?"
+    r"(?:(?:option|choice|answer)[ \t*_(\"]*(?-i:([A-Z]))[*_)\"]* is (?:correct|right)"
+    rf"|(?:option )?\(?(?-i:{LETTER.pattern})[*_).\"]* is the (?:only )?(?:correct|right|best) "
+    r"(?:answer|choice|option))(?![-\w?]| (?:only|if|but|in|about|for)\b)",
     re.IGNORECASE,
 )
 # "is A rather than B": a capital A within a sentence is no article.
@@ -141,9 +144,10 @@ def choice_answer(prompt: Prompt, response: str) -> float:
 
 def chosen(response: str) -> str | None:
     r"""The letter in the last `<answer>` tag, else in an "answer is X" or "Answer: X" after the last `\boxed{}`, else
-    in this box, else in the last "answer is X", else that of the only "B. 12" if it begins the last line and no "so C"
-    follows it, else the last capital letter by itself. None where there is no letter, where one of these places has
-    several, and where a box holds no choice and nothing states the answer. Only the text `after_thinking` is searched.
+    in this box, else in the last "answer is X", else that of the only "B. 12" if it begins the last line, or of a
+    sentence of this line that begins with "B is the best answer", if no "so C" follows it, else the last capital letter
+    by itself. None where there is no letter, where one of these places has several, and where a box holds no choice and
+    nothing states the answer. Only the text `after_thinking` is searched.
     """
     text = after_thinking(response)
     if text is None:
@@ -157,6 +161,7 @@ def chosen(response: str) -> str | None:
             return small[1].upper()
         last = text.rstrip().rpartition("\n")[2].lstrip(" \t*_")
         marked = MARKED.match(last) if not stated and len(MARKED.findall(text)) == 1 else None
+        marked = marked or (NAMED.search(last) if not stated else None)
         if marked and not CONCLUDED.search(last, marked.end()):
             return marked[1] or marked[2]
         return _letter(stated) if stated else (letters[-1] if letters else None)
@@ -171,13 +176,10 @@ def chosen(response: str) -> str | None:
 
 
 def _stated(text: str) -> str:
-    """What follows the last "answer is" that a letter follows, or the letter of a later "option B is correct"; "" where
-    there is neither."""
-    for found in sorted([*STATED.finditer(text), *NAMED.finditer(text)], key=re.Match.start, reverse=True):
-        if found.re is NAMED:
-            return found[1] or found[2]
+    """What follows the last "answer is" that a letter follows; "" where there is none."""
+    for found in reversed([*STATED.finditer(text)]):
         said = found[1]
-        if CAPITAL_A.match(said) and not found[0].rstrip().endswith((":", "：")):
+        if CAPITAL_A.match(said) and not found[0].removesuffix(said).rstrip().endswith((":", "：")):
             return "A"
         letter = IN_STATEMENT.search(said)
         if ALONE.fullmatch(said) or (letter and not re.search(r"\bnot\b|n['’]t\b", said[: letter.start()])):

@@ -239,7 +239,7 @@ def test_a_url_with_a_secret_in_it_is_refused_and_not_shown(word):
         ("trainer.device", "--print-config shows all keys"),
         (
             "algorithm.adv_estimator",
-            "of verl, here it is methods/grpo, given after your config (gae, ppo: methods/ppo; ",
+            "of verl, here it is methods/grpo for grpo, methods/ppo for gae",
         ),
         ("clip_ratio_low", "the nearest key is algorithm.loss.clip_ratio_low"),
         ("algorithm.teacher.url", "give the URL as algorithm.teacher.path"),

@@ -50,9 +50,9 @@ def equal(reference: Node, answer: Node) -> bool:
     if isinstance(reference, Relation) or isinstance(answer, Relation):
         return _equal_relations(reference, answer)
     if isinstance(reference, Group) or isinstance(answer, Group):
-        if isinstance(answer, Group) and answer.kind == "list" and len(answer.items) == 2:  # 11/2 or 5.5
+        if not isinstance(reference, Group) and answer.kind == "list" and len(answer.items) == 2:  # 11/2 or 5.5
             value, again = answer.items
-            if not _is_structured(value) and not _is_structured(again) and _rounds_to(value, again):
+            if value != again and not any(map(_is_structured, answer.items)) and _rounds_to(value, again):
                 return equal(reference, value)
         return _equal_groups(reference, answer)
     if isinstance(reference, Quantity) or isinstance(answer, Quantity):
@@ -226,8 +226,8 @@ def _stated(relation: Relation, of_answer: bool) -> list[Node]:
     members = relation.members
     if relation.signs[-1] == "approx" and set(relation.signs) <= {"=", "approx"}:
         *_, value, last = members
-        if len(members) == 2 and _is_name(value, False) and not is_constant(value):
-            return [last]
+        if len(members) == 2 and _is_name(value, False) and not (is_constant(value) and _rounds_to(value, last)):
+            return [last]  # not of pi = 3.14
         if _is_structured(value) or _is_structured(_bare_value(last)):
             return []
         if not is_constant(value):

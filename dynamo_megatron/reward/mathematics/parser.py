@@ -37,6 +37,7 @@ from dynamo_megatron.reward.mathematics.value import (
     compound,
     exact,
     is_plain_number,
+    variables,
 )
 
 DEEPEST = 60  # brackets in brackets
@@ -61,21 +62,18 @@ def parse(text: str) -> Node:
 
 
 def _union(items: list[Node]) -> Group | None:
-    """x < 2 or x > 3, [1, 2] or (3, 4], x < 0 or x = 1; None without an inequality or an interval."""
+    """x < 2 or x > 3, x < 0 or x = 1; None without an inequality, and for several variables."""
     parts: list[Node] = []
     for item in items:
         match item:
-            case Relation(signs=("=",), members=(Symbol(), value)):
+            case Relation(signs=("=",), members=(Symbol(), value), modulus=None):
                 parts.append(Group("set", (value,)))
             case Relation(signs=signs) if set(signs) <= INEQUALITIES:
                 parts.append(item)
-            case Group(kind="(]" | "[)" | "[]" | "()" as kind, items=(low, high)):
-                if kind == "()" and high != INFINITY and low != Op("neg", (INFINITY,)):
-                    return None  # a point
-                parts.append(item)
             case _:
                 return None
-    return Group("union", tuple(parts)) if any(part in items for part in parts) else None
+    several = len(variables(*items)) > 1 or not any(part in items for part in parts)
+    return None if several else Group("union", tuple(parts))
 
 
 class _Parser:
@@ -382,7 +380,8 @@ class _Parser:
                 return Op(f"call {name}", self.arguments())
         elif [token.kind for token in self.tokens[self.at : self.at + 3 : 2]] == ["(", ")"]:
             inside, after = self.tokens[self.at + 1], self.tokens[self.at + 3]  # I(0) and p(x) = are no products
-            if inside.text == "0" or (self.at == 1 and inside.kind == "name" and after.kind == "="):
+            defined = self.at == 1 and inside.kind == "name" and inside.text != name not in ("pi", "e", "i")
+            if inside.text == "0" or (defined and after.kind == "="):
                 return Op(f"call {name}", self.arguments())
         return Symbol(name)
 
@@ -475,7 +474,7 @@ class _Parser:
 
     def described(self) -> Node:
         r"""x \in \mathbb{R} | x > 2 \}, as x > 2."""
-        self.step()
+        name = self.step().text
         if self.accept("\\in"):
             self.bars += 1
             self.need(self.side() == REALS)
@@ -483,6 +482,7 @@ class _Parser:
         self.need(self.accept("|", ":"))
         node = self.answer(("\\}",))
         self.need(isinstance(node, Relation) or (isinstance(node, Group) and node.kind == "union"))
+        self.need(name in variables(node))
         self.take("\\}")
         return node
 

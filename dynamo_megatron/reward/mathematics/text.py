@@ -40,7 +40,6 @@ SAME_COMMAND = {
     **dict.fromkeys(["cdots", "dots", "dotsc", "dotsb", "dotso", "dotsm", "hdots"], "ldots"),
     **dict.fromkeys(["degree", "degrees", "textdegree"], "circ"),
     **{"neq": "ne", "varnothing": "emptyset", "lbrace": "{", "rbrace": "}", "varphi": "phi", "varepsilon": "epsilon"},
-    **dict.fromkeys(["lor", "vee"], "text{ or }"),
     **{"ast": "cdot", "mod": "bmod"},
 }
 SIGN_OF_COMMAND = {
@@ -48,7 +47,8 @@ SIGN_OF_COMMAND = {
     **{"AA": "Å", "div": "/", "langle": "(", "rangle": ")", "colon": ":"},
 }
 DEGREE = re.compile(
-    r"(?<!\^)(?<!\^\{)\\(?:degrees?|textdegree)(?![A-Za-z])|\\text\{\s*°\s*\}|(?<=\d)\^(?:o(?![a-z])|\{o\})"
+    r"(?<!\^)(?<!\^[ {])(?<!\^\{ )\\(?:degrees?|textdegree)(?![A-Za-z])|\\text\{\s*°\s*\}"
+    r"|(?<=\d\d)\^(?:o(?![a-z])|\{o\})"
 )
 COMMAND = re.compile(r"\\([A-Za-z]+)(?![A-Za-z])[ \t]*")
 # Formatting that a reader does not see, or that does not change the value.
@@ -103,7 +103,7 @@ def normal_form(text: str) -> str:
     delimiters of mathematics and marks at the end. Words are in `\text{}`, and single spaces stay."""
     if len(text) > LONGEST:
         return text
-    text = DEGREE.sub("°", text.replace("{}^", "^"))
+    text = DEGREE.sub("°", text)
     text = VULGAR.sub(_vulgar, QUOTED.sub(r"\1", text.strip().strip("*`").strip()))
     text = RAISED.sub(lambda run: f"^{{{run[0].translate(SUPERSCRIPTS)}}}", text)
     text = LOWERED.sub(lambda run: f"_{{{run[0].translate(SUBSCRIPTS)}}}", text)

@@ -128,7 +128,7 @@ class _Lexer:
 
     def _letters(self, run: str, gap: bool, last: bool) -> None:
         previous = self.tokens[-1].kind if self.tokens else ""
-        if run in FUNCTIONS and not (last and previous == "number"):  # 45 min
+        if run in FUNCTIONS and not (last and previous == "number" and run in ("min", "sec", "lb")):
             self.tokens.append(Token("function", run, gap))
         elif run in NAMED or GREEK.fullmatch(run):
             self.tokens.append(Token("\\" + run, run, gap))

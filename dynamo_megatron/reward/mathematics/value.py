@@ -164,7 +164,7 @@ def equal_values(first: Node, second: Node) -> bool:
         kinds.append("integer")
     if used & BRANCHED or any((value := exact(power)) is None or value.denominator != 1 for _, power in powers):
         kinds.append("positive")
-    if used & {"floor", "ceil"} and not _equal_at(points(names, "integer"), first, second, tolerance, ENOUGH):
+    if used & {"floor", "ceil"} and not _equal_at(points(names, "integer"), first, second, tolerance, 0):
         return False  # the others are never whole, where ceil(x) is floor(x) + 1
     return any(_equal_at(points(names, kind), first, second, tolerance, ENOUGH) for kind in kinds)
 
