@@ -148,7 +148,8 @@ ARTICLE = re.compile(r"\sa\Z")
 LONGEST = 20_000  # characters at the end of a response that are searched where it has no box
 LAST_SENTENCES = 5  # that are tried, of those with "the answer is"
 LAST_RUNS = 8  # among which the result of a calculation is looked for
-SEVERAL = re.compile(r"\([A-J]\)|\b(?:and|or|not)\b")  # after the letter of a choice
+SEVERAL = re.compile(r"\([A-J]\)|\b(?:and|or|not)\b|, ?\(?[A-J]\b")  # after the letter of a choice
+LETTER = re.compile("[A-J]")
 SIGN = re.compile(r"\s?[-+−–*/×÷^]")
 # After a number, up to the end of its sentence, no verb: "of the 108 bottles".
 VERB = (
@@ -177,6 +178,8 @@ def math_answer(prompt: Prompt, response: str) -> float:
     normal form, or both can be parsed whole and are mathematically equal. `prompt.answer` is a number or text: plain,
     LaTeX, or a solution that ends in `\boxed{}` or `#### 72`. Raises ValueError for anything else."""
     reference = normal_form(_reference(prompt.answer))
+    if not reference:
+        raise ValueError(f"the math reward finds nothing to compare in the answer {prompt.answer!r:.200}")
     words = in_words(reference) or _parsed(reference) is None
     choices = [choice for answer in final_answers(response, words) if (choice := normal_form(answer))]
     right = any(equal_answers(reference, choice) for choice in choices)
@@ -188,6 +191,8 @@ def equal_answers(reference: str, answer: str) -> bool:
     if same_text(reference, answer):
         return True
     (letter, reference), (chosen, answer) = label_of(reference), label_of(without_introduction(answer))
+    if chosen and LETTER.fullmatch(reference):
+        letter, reference = reference, ""  # the label decides, not what stands behind it
     if (letter and chosen and letter != chosen) or (chosen and SEVERAL.search(answer)):
         return False
     if (letter or reference) == (chosen or answer) and not (letter and chosen and reference and answer):
@@ -276,10 +281,12 @@ def _unmarked(text: str, words: bool) -> list[str]:
         return []
     if words:
         line = last_line(text)
-        spans = [next(filter(None, span.groups())) for span in list(LATEX.finditer(line))[-1:]]
-        if (bold := BOLD.fullmatch(line)) and not DOUBTED.search(bold[1]):
-            spans.append(bold[2])
-        return [line, *spans, *last_expressions(line)]
+        form, spans = normal_form(line), [next(filter(None, span.groups())) for span in list(LATEX.finditer(line))[-1:]]
+        bold = BOLD.fullmatch(line)
+        marked = [bold[2]] if bold and not DOUBTED.search(bold[1]) else [*spans, *last_expressions(line)]
+        # What the line's normal form has lost would be a second answer beside it.
+        lost = any(in_words(other := normal_form(each)) and other not in form for each in marked)
+        return marked if lost else [line, *marked]
     return last_expressions(text)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import sys
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -11,9 +14,17 @@ from dynamo_megatron.data.sources import reasoning_gym_dataset
 from dynamo_megatron.reward.extraction import Graded, after_thinking, boxed, last_number, tagged
 from dynamo_megatron.types import Prompt
 
-# Some datasets give 0.01 or 0.05 to an empty answer, others to any text. A score that these answers would get earns no
-# reward.
-WORTHLESS = ("", None, "?")
+# Some datasets give 0.01 or 0.05 to an empty answer or 0, others to any text. A score that these answers would get
+# earns no reward.
+WORTHLESS = ("", None, "?", "0")
+NO_NUMBER = re.compile(r"\b(?:nan|inf(?:inity)?)\b", re.IGNORECASE)  # gets 1 where exp(-distance) is the score
+# Their scorers evaluate the answer as Python: as a list, or with sympy, whose names give a policy the whole process.
+LISTS = ("string_insertion", "spiral_matrix", "binary_matrix", "n_queens")
+FORMULAS = ("countdown", "puzzle24", "simple_integration", "intermediate_integration", "polynomial_multiplication")
+NAME = re.compile(r"[^\W\d]\w*")
+NAMES = {kind + name for kind in ("", "a", "arc") for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")} | {
+    *("exp", "log", "ln", "sqrt", "pi", "Abs", "abs", "sec", "csc", "cot")
+}
 
 
 def reasoning_gym_answer(prompt: Prompt, response: str) -> float:
@@ -28,9 +39,14 @@ def reasoning_gym_answer(prompt: Prompt, response: str) -> float:
     entry = meta["entry"]
     dataset = _dataset(meta["dataset"], json.dumps(meta["options"]))
     answer = extract_answer(response, str(entry["answer"]))
-    score = _score(dataset, answer, entry)
-    earned = score >= 1.0 or score > max(_score(dataset, each, entry) for each in WORTHLESS)
-    return Graded(min(score, 1.0) if earned else 0.0, answer)
+    right = str(entry["answer"]).strip()
+    if answer == right:
+        return Graded(1.0, answer)
+    if NO_NUMBER.search(answer) and not NO_NUMBER.search(right):
+        return Graded(0.0, answer)
+    score = _score(dataset, meta["dataset"], answer, entry)
+    worthless = max(_score(dataset, meta["dataset"], each, entry) for each in WORTHLESS if each != right)
+    return Graded(min(score, 1.0) if score > worthless else 0.0, answer)
 
 
 def extract_answer(response: str, right_answer: str) -> str:
@@ -48,11 +64,18 @@ def extract_answer(response: str, right_answer: str) -> str:
 
 @lru_cache(maxsize=64)
 def _dataset(name: str, options: str) -> Any:
-    return reasoning_gym_dataset(name, json.loads(options))
+    dataset = reasoning_gym_dataset(name, json.loads(options))
+    if name in LISTS:
+        sys.modules[type(dataset).__module__].eval = ast.literal_eval  # type: ignore[attr-defined]
+    return dataset
 
 
-def _score(dataset: Any, answer: str | None, entry: dict[str, Any]) -> float:
+def _score(dataset: Any, name: str, answer: str | None, entry: dict[str, Any]) -> float:
+    if name in FORMULAS and any(len(each) > 1 and each not in NAMES for each in NAME.findall(answer or "")):
+        return 0.0
     try:
+        if name == "coin_flip":  # its score of 0 is 1 beside 0.25
+            return float(abs(Fraction(answer) - Fraction(entry["answer"])) <= 1e-4)
         return float(dataset.score_answer(answer, entry))
     except Exception:  # scorers may raise anything on a text that they cannot parse: a wrong answer
         return 0.0

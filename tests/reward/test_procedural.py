@@ -26,6 +26,29 @@ def test_nonsense_earns_nothing(name, response):
     assert reasoning_gym_answer(first(f"{name}?size=1"), response) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("string_insertion", "oracle_answer"),
+        ("n_queens", "[row.split() for row in valid_solutions[0].split(chr(10))]"),
+        ("countdown", "exit()"),
+        ("simple_integration", "exec(chr(49))"),
+        ("complex_arithmetic", "nan"),
+        ("coin_flip", "0"),
+        ("game_of_life_halting", "maybe"),
+    ],
+)
+def test_what_a_scorer_would_evaluate_or_pay_for_blindly_earns_nothing(name, answer):
+    assert reasoning_gym_answer(first(f"{name}?size=1&seed=7"), f"<answer>{answer}</answer>") == 0.0
+
+
+def test_formulas_are_still_read():
+    prompt = first("simple_integration?size=1&seed=7")
+    assert reasoning_gym_answer(prompt, f"<answer>0 + {prompt.answer}</answer>") == 1.0
+    prompt = first("coin_flip?size=1&seed=7")
+    assert reasoning_gym_answer(prompt, f"<answer>0{prompt.answer}</answer>") == 1.0
+
+
 @pytest.mark.parametrize("name", ["gsm_symbolic", "countdown", "arc_agi", "time_intervals", "sentence_reordering"])
 def test_the_datasets_own_answer_earns_all(name):
     prompt = first(f"{name}?size=1")
