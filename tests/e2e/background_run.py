@@ -4,6 +4,7 @@ they write."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -23,6 +24,8 @@ from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.types import Rollout
 
 LIVE_STEPS = 20  # of the run in the fixture `live`
+# Responses of up to 220 tokens, of which an untrained model ends one in a hundred: they last for several steps.
+AHEAD = ("rollout.max_new_tokens=220", "algorithm.rollout_correction.kind=truncate", "rollout.max_staleness=2")
 # A sitecustomize.py, for the interpreters of a run.
 FAILS_ON_RANK_1 = """
 import os
@@ -130,6 +133,24 @@ class Sampler:
             logprobs = self._model(tokens).logits.log_softmax(-1)[:, len(prompt) - 1 : -1]
         chosen = logprobs.gather(2, tokens[:, len(prompt) :, None])[..., 0]
         return prompt, list(zip(responses.tolist(), chosen.tolist(), strict=True))
+
+
+def engine_gap(rollout: Rollout, models: dict[int, torch.nn.Module], shift: int = 0) -> float:
+    """Nats: between the engine's logprobs and those of the weights that each token names, in its segment (`shift`: of
+    other weights)."""
+    versions = [max(0, v + shift) for v, start, end in rollout.weight_versions for _ in range(start, end)]
+    starts, k, gaps = rollout.episode.starts if rollout.episode else [0], 0, []
+    for start, end in itertools.pairwise([*starts, len(rollout.tokens)]):
+        tokens = torch.tensor([rollout.tokens[start:end]])
+        with torch.no_grad():
+            tables = {v: models[v](tokens).logits[0].float().log_softmax(-1) for v in set(versions)}
+        for p in range(start, end):
+            if rollout.response_mask[p]:
+                logprob = tables[versions[k]][p - start - 1, rollout.tokens[p]].item()
+                gaps.append(abs(logprob - rollout.engine_logprobs[k]))
+                k += 1
+    assert k == len(rollout.engine_logprobs)
+    return max(gaps)
 
 
 def made_rollout(step: int, place: int, k: int, prompt_id: str, prompt: list[int], response: list[int], **others):
