@@ -81,8 +81,10 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def same_weights(one: Path, other: Path) -> bool:
+    """Names, dtypes and bits of two exports."""
     a, b = exported(one), exported(other)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    alike = (a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+    return a.keys() == b.keys() and all(alike)
 
 
 def small_run(folder: Path, model: Path, steps: int, answers: str, **rollout: object) -> Path:
