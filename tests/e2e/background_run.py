@@ -174,6 +174,21 @@ def made_rollout(step: int, place: int, k: int, prompt_id: str, prompt: list[int
     return Rollout(**fields | others)
 
 
+def new_rollout(step: int, place: int, k: int, reward: float = 0.0, prompt_id: str = "", **others) -> Rollout:
+    """One with texts: a prompt of two tokens, a response of two."""
+    fields = {
+        "engine_logprobs": [-1.0, -2.0],
+        "finish_reason": "stop",
+        "right": reward > 0.5,
+        "reward": reward,
+        "reward_parts": {"math": reward},
+        "prompt": f"What is {place}?",
+        "response": f"I say {k}.\nNo more.",
+        "answer": str(place),
+    }
+    return made_rollout(step, place, k, prompt_id or f"p{place}", [20, 21], [30 + place, 31], **fields | others)
+
+
 class Run:
     """A run in the background. Its output goes to a file: a child that outlives a rank would hold a pipe for ever."""
 
