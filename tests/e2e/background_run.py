@@ -69,6 +69,10 @@ def json_lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def step_lines(output: Path) -> list[dict]:
+    return json_lines(output / "metrics.jsonl")
+
+
 def timeless(row: dict) -> dict:
     """A line of metrics.jsonl but for what the machine decides."""
     return {key: value for key, value in row.items() if not key.startswith(("time/", "throughput/", "resources/"))}

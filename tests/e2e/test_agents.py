@@ -1,7 +1,7 @@
 """A run of PPO with an agent: real ranks, a real SGLang server, and a client that knows nothing of either."""
 
 import pytest
-from background_run import engine_gap
+from background_run import engine_gap, step_lines
 from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.checkpoint.safetensors_folder import every_export
@@ -35,7 +35,7 @@ STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def ran(workspace, command_line, step_lines, tiny_model):
+def ran(workspace, command_line, tiny_model):
     """(rollouts of all steps, metrics, the model of each version)."""
     (workspace / "live_agents.py").write_text(AGENT)
     output = workspace / "agents"

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from background_run import AHEAD, engine_gap, json_lines
+from background_run import AHEAD, engine_gap, json_lines, step_lines
 from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.checkpoint.folder import latest_checkpoint
@@ -23,9 +23,7 @@ KILLS = 2
 
 
 @pytest.mark.timeout(1200)
-def test_each_token_has_the_logprob_of_the_weights_that_it_names(
-    workspace, start_run, step_lines, problems_on_disk, tiny_model
-):
+def test_each_token_has_the_logprob_of_the_weights_that_it_names(workspace, start_run, problems_on_disk, tiny_model):
     """10 steps whose weights change a lot in each; one of two servers is killed in the middle."""
     output = workspace / "ahead"
     keys = ("optimizer.lr=1e-2", "checkpoint.every=1", "checkpoint.keep_last=1", "checkpoint.export_hf=every")
@@ -71,7 +69,7 @@ def newest_step(run) -> int:
 
 
 @pytest.mark.timeout(2400)
-def test_a_run_killed_again_and_again_reuses_all_that_was_finished(workspace, start_run, step_lines, problems_on_disk):
+def test_a_run_killed_again_and_again_reuses_all_that_was_finished(workspace, start_run, problems_on_disk):
     output, rng, used = workspace / "ahead-killed", random.Random(0), 0
     keys = ("optimizer.lr=1e-3", "trainer.steps=400", "checkpoint.every=3", "checkpoint.keep_last=1")
     command = (workspace / "config.yaml", *AHEAD, *keys, f"output_dir={output}")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from background_run import Sampler, json_lines, made_rollout, same_weights, timeless
+from background_run import Sampler, made_rollout, same_weights, step_lines, timeless
 from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.checkpoint.inspection import describe, differences, inspect
@@ -55,7 +55,7 @@ def run(make_tiny_model, tmp_path_factory, start_run):
         output = folder / name
         process = start_run(folder, folder / "config.yaml", f"output_dir={output}", *keys)
         assert process.wait() == 0, process.text[-3000:]
-        return list(map(timeless, json_lines(output / "metrics.jsonl"))), output / "hf"
+        return list(map(timeless, step_lines(output))), output / "hf"
 
     go.folder = folder
     return go

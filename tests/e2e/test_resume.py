@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from background_run import HOLDS, LIVE_STEPS, json_lines, runs_first, same_weights, timeless
+from background_run import HOLDS, LIVE_STEPS, json_lines, runs_first, same_weights, step_lines, timeless
 
 from dynamo_megatron.checkpoint.folder import read_state
 from dynamo_megatron.replay.recording import read_run
@@ -17,7 +17,7 @@ KILL_AFTER = 5  # steps, of more
 def outcome(output: Path, export: Path | None = None) -> tuple[dict, Path, dict]:
     """(the last metrics line but for times, the folder of the final weights, rank 0's state of the last checkpoint)."""
     last = sorted((output / "checkpoints").glob("step-*"))[-1]
-    return timeless(json_lines(output / "metrics.jsonl")[-1]), export or output / "hf", read_state(last)
+    return timeless(step_lines(output)[-1]), export or output / "hf", read_state(last)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def same(a, b) -> None:
     assert a[0] == b[0] and same_weights(a[1], b[1]) and a[2] == b[2]
 
 
-def test_killed_and_resumed_equals_the_straight_run(recorded, straight, workspace, start_run, step_lines, tmp_path):
+def test_killed_and_resumed_equals_the_straight_run(recorded, straight, workspace, start_run, tmp_path):
     """The straight run saves while the training waits, this one in the background, and more often: the save before the
     last one is complete when the run is killed."""
     output = workspace / "killed"

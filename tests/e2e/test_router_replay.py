@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from background_run import AHEAD, json_lines
+from background_run import AHEAD, json_lines, step_lines
 
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 
@@ -33,7 +33,7 @@ def passes(folder: Path) -> dict[tuple[str, int], list[Pass]]:
 
 
 @pytest.mark.timeout(900 + 4 * STEPS)
-def test_all_trained_tokens_have_the_servers_routes(workspace, start_run, make_tiny_model, tmp_path, step_lines):
+def test_all_trained_tokens_have_the_servers_routes(workspace, start_run, make_tiny_model, tmp_path):
     model = make_tiny_model(tmp_path / "model", family="qwen3_moe", fields={"num_experts": 8})
     output, written = tmp_path / "output", tmp_path / "witness"
     written.mkdir()
