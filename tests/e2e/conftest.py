@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -71,8 +70,8 @@ def problems_on_disk():
 
     def check(output: Path, steps) -> list[str]:
         allocated, rows, found = Counter(), {row["step"]: row for row in step_lines(output)}, []
-        for line in (output / "allocation.jsonl").read_text().splitlines():
-            allocated[json.loads(line)["step"]] += json.loads(line)["n"]
+        for row in json_lines(output / "allocation.jsonl"):
+            allocated[row["step"]] += row["n"]
         for step in steps:
             rollouts = list(RolloutStore(output).lines(step))
             final = {r.rollout_id: r.status for r in rollouts}
