@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.types import Rollout
 
+FROM_STEP_0 = "nothing is saved yet: the same command starts from step 0"
 LIVE_STEPS = 20  # of the run in the fixture `live`
 # Responses of up to 220 tokens, of which an untrained model ends one in a hundred: they last for several steps.
 AHEAD = ("rollout.max_new_tokens=220", "algorithm.rollout_correction.kind=truncate", "rollout.max_staleness=2")

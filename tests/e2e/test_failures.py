@@ -6,11 +6,10 @@ import signal
 
 import psutil
 import pytest
-from background_run import FAILS_ON_RANK_1, runs_first, step_lines
+from background_run import FAILS_ON_RANK_1, FROM_STEP_0, runs_first, step_lines
 
 pytestmark = pytest.mark.full
 
-FROM_STEP_0 = "nothing is saved yet: the same command starts from step 0"
 DIES_ON_RANK_1 = FAILS_ON_RANK_1.replace(
     'raise KeyError("this rank has had enough")',
     "import time; time.sleep(2.0); os.kill(os.getpid(), 9)",  # by then rank 0 waits for it in the update

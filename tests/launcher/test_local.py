@@ -3,12 +3,11 @@ import signal
 import subprocess
 import sys
 
-from background_run import runs_first
+from background_run import FROM_STEP_0, runs_first
 from living_processes import wait_until
 
 from dynamo_megatron.runtime.guard import NAME
 
-FROM_STEP_0 = "nothing is saved yet: the same command starts from step 0"
 ENDS_WITHOUT_A_WORD = """
 import os, pathlib, signal, time
 if "RANK" in os.environ:
