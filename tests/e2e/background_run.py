@@ -160,7 +160,7 @@ def engine_gap(rollout: Rollout, models: dict[int, torch.nn.Module], shift: int 
     return max(gaps)
 
 
-def made_rollout(step: int, place: int, k: int, prompt_id: str, prompt: list[int], response: list[int], **others):
+def made_rollout(step: int, place: int, k: int, prompt_id: str, prompt: list[int], response: list[int], /, **others):
     """Rollout `k` of the step's group `place`. `others`: `right`, and further fields."""
     group, right = group_id(step, place), others.pop("right")
     fields = {
