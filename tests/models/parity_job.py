@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from megatron.core import dist_checkpointing, tensor_parallel
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from dynamo_megatron.checkpoint.policy_state import begin_save
 from dynamo_megatron.checkpoint.weights import load_weights, open_weights
-from dynamo_megatron.models import load_model_config
+from dynamo_megatron.models import FAMILIES, load_model_config
 from dynamo_megatron.models.mapping import to_huggingface
 from dynamo_megatron.policy.batch import MicroBatch
 from dynamo_megatron.policy.model import build_chunks
@@ -28,6 +28,7 @@ from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.types import Sequences
 
 LENGTH = 48
+THEIRS = [MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[family]] for family in FAMILIES]  # imported once, not by each rank
 
 
 class StatefulNorm(RMSNorm):
