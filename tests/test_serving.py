@@ -1,6 +1,7 @@
 """What the pushes of a step come to, where some of them reached no server."""
 
 import pytest
+from step_sampling import Alone
 
 from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
 from dynamo_megatron.runtime.coordination import StopRequested
@@ -20,23 +21,6 @@ class Pushes:
         self.versions.append(version)
         self.lost -= 1
         return SyncReport(2.0, 1.5, 0.5, 10, 8, "server-0: killed" if self.lost >= 0 else "")
-
-
-class Alone:
-    """The coordinator of one rank; `asked` to stop from the start."""
-
-    def __init__(self, asked=False):
-        self.asked = asked
-
-    def check(self):
-        pass
-
-    def check_stop(self):
-        if self.asked:
-            raise StopRequested("SIGTERM")
-
-    def on_rank_0(self, what, make, layout):
-        return make()
 
 
 def serving(lost: int, asked: bool = False) -> Serving:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from dynamo_megatron.config import Config
+from dynamo_megatron.config import Config, ParallelConfig
 from dynamo_megatron.runtime.listening import gloo_listens_on, ranks_address
 
 
@@ -63,7 +63,6 @@ class Layout:
 
 def join_ranks(config: Config, store: dist.Store) -> Layout:
     """Creates the process group over `store` and Megatron's groups. Reads the variables that launchers set."""
-    p = config.parallel
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     cuda = torch.cuda.is_available()
@@ -78,33 +77,34 @@ def join_ranks(config: Config, store: dist.Store) -> Layout:
             world_size=world_size,
             timeout=timeout,
         )
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=p.tp,
-            pipeline_model_parallel_size=p.pp,
-            virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
-            context_parallel_size=p.cp,
-            expert_model_parallel_size=p.ep,
-            expert_tensor_parallel_size=1,
-            create_gloo_process_groups=True,
-            distributed_timeout_minutes=math.ceil(config.trainer.timeout / 60),
-        )
+        minutes = math.ceil(config.trainer.timeout / 60)
+        groups = parallel_groups(config.parallel, create_gloo_process_groups=True, distributed_timeout_minutes=minutes)
         host = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
         node, leaders = _node_groups(rank - local_rank, host, timeout)
     tensor_parallel.model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
-    return Layout(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        tp=parallel_state.get_tensor_model_parallel_group(),
-        pp=parallel_state.get_pipeline_model_parallel_group(),
-        cp=parallel_state.get_context_parallel_group(),
-        dp=parallel_state.get_data_parallel_group(),
-        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        ep=parallel_state.get_expert_model_parallel_group(),
-        host=host,
-        node=node,
-        leaders=leaders,
+    place = {"rank": rank, "world_size": world_size, "local_rank": local_rank}
+    return Layout(**place, **groups, host=host, node=node, leaders=leaders)
+
+
+def parallel_groups(p: ParallelConfig, **options: Any) -> dict[str, dist.ProcessGroup]:
+    """Makes Megatron's groups, and returns those that a Layout has by their names there."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=p.tp,
+        pipeline_model_parallel_size=p.pp,
+        virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
+        context_parallel_size=p.cp,
+        expert_model_parallel_size=p.ep,
+        expert_tensor_parallel_size=1,
+        **options,
     )
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(),
+        "dp_cp": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "ep": parallel_state.get_expert_model_parallel_group(),
+    }
 
 
 def _node_groups(

@@ -7,11 +7,11 @@ import resource
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from background_run import exported, same_weights
 from safetensors.torch import load_file, save_file
 
 from dynamo_megatron.checkpoint import convert as conversion
@@ -24,16 +24,6 @@ from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.models.published import PUBLISHED
 
 NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Names, dtypes and bits."""
-    alike = (t.dtype == other[n].dtype and torch.equal(t, other[n]) for n, t in one.items() if n in other)
-    return one.keys() == other.keys() and all(alike)
 
 
 @pytest.fixture
@@ -67,13 +57,13 @@ def test_there_and_back_is_bit_equal(model_of, tmp_path, monkeypatch, family, dt
     hf2mcore(folder, tmp_path / "mcore")
     mcore2hf(tmp_path / "mcore", tmp_path / "hf")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
-    assert same(weights(tmp_path / "hf"), weights(folder))
+    assert same_weights(tmp_path / "hf", folder)
     for file in folder.rglob("*.j*"):
         if file.name != "config.json":
             assert (tmp_path / "hf" / file.relative_to(folder)).read_bytes() == file.read_bytes()
     assert (tmp_path / "hf" / "config.json").stat().st_mode & 0o200
     opened = open_weights(tmp_path / "hf", load_model_config(tmp_path / "hf"))
-    assert set(opened.names) == set(weights(folder))  # the index agrees
+    assert set(opened.names) == set(exported(folder))  # the index agrees
     digests = {model_digest(path, load_model_config(folder)) for path in (folder, tmp_path / "mcore", tmp_path / "hf")}
     assert len(digests) == 1
 
@@ -115,7 +105,7 @@ def test_a_tied_folder_may_carry_its_head(model_of, changed, refused, tmp_path):
 
     hf2mcore(changed(with_head, tied=True), tmp_path / "mcore")
     mcore2hf(tmp_path / "mcore", tmp_path / "hf")
-    assert weights(tmp_path / "hf").keys() == weights(model_of(tied=True)).keys()
+    assert exported(tmp_path / "hf").keys() == exported(model_of(tied=True)).keys()
     assert "lm_head.weight differs" in refused("hf2mcore", changed(lambda t: with_head(t, 1), tied=True))
 
 
@@ -197,9 +187,9 @@ def run_folder(converted, changed, tmp_path, monkeypatch):
 
 def test_a_step_of_a_run(run_folder, converted, refused, tmp_path):
     mcore2hf(run_folder, tmp_path / "newest")
-    assert same(weights(tmp_path / "newest"), weights(converted[0]))
+    assert same_weights(tmp_path / "newest", converted[0])
     mcore2hf(run_folder / "checkpoints" / "step-000003", tmp_path / "third")
-    assert weights(tmp_path / "third")[NORM].dtype == torch.bfloat16
+    assert exported(tmp_path / "third")[NORM].dtype == torch.bfloat16
     assert json.loads((tmp_path / "third" / "config.json").read_text())["dtype"] == "bfloat16"
     assert "neither a checkpoint nor a run" in refused("mcore2hf", run_folder / "checkpoints" / "step-000004")
     for number in (3, 7):
@@ -216,7 +206,7 @@ def test_links_to_checkpoints(run_folder, converted, tmp_path):
     folder = run_folder / "checkpoints"
     for number, path in enumerate((run_folder, folder / "step-000007", folder / "latest", tmp_path / "latest")):
         mcore2hf(path, tmp_path / f"out-{number}")
-        assert same(weights(tmp_path / f"out-{number}"), weights(converted[0]))
+        assert same_weights(tmp_path / f"out-{number}", converted[0])
         assert (tmp_path / f"out-{number}" / "chat_template.jinja").read_text() == "the run's"
 
 
@@ -228,7 +218,7 @@ def test_a_checkpoint_without_its_run_or_its_model(run_folder, converted, conver
     assert "no folder model here" in line and "--model" in line
     for number, path in enumerate((copy, run_folder)):
         assert convert("mcore2hf", path, tmp_path / f"out-{number}", "--model", converted[0]) == (0, "")
-    assert weights(tmp_path / "out-0")[NORM].dtype == torch.bfloat16 != weights(tmp_path / "out-1")[NORM].dtype
+    assert exported(tmp_path / "out-0")[NORM].dtype == torch.bfloat16 != exported(tmp_path / "out-1")[NORM].dtype
 
 
 CONVERTS = """
@@ -262,4 +252,4 @@ def test_memory_is_that_of_a_few_tensors(tmp_path):
     # Pages of mapped files count too: those of the source, once.
     size = (folder / "model.safetensors").stat().st_size
     assert int(done.stdout) < size + 0.6e9, f"{int(done.stdout) / 1e9:.2f} GB for {size / 1e9:.2f} GB"
-    assert same(weights(folder), weights(tmp_path / "back"))
+    assert same_weights(folder, tmp_path / "back")

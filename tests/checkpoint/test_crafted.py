@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from config_files import refusal
 
 from dynamo_megatron.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
 from dynamo_megatron.cli import main
@@ -69,13 +70,6 @@ def folder(tmp_path) -> Path:
     writer.add_object("object/shard_0_1", [None])
     writer.close()
     return made
-
-
-def refusal(call, *arguments) -> str:
-    with pytest.raises(ValueError) as error:
-        call(*arguments)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 1000
-    return str(error.value)
 
 
 def test_members_of_enumerations_may_be_pickled_by_name(folder, monkeypatch):

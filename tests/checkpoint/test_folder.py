@@ -111,13 +111,6 @@ def test_a_flipped_bit_in_any_file_is_found_by_the_one_process_that_reads_it(tmp
         assert sorted(said) == [""] * (ranks - 1) + [why]
 
 
-def test_a_run_with_only_damaged_ones_does_not_start_again(tmp_path):
-    assert choose_checkpoint(tmp_path, print) is None
-    (save(tmp_path, 3) / "state.json").unlink()
-    with pytest.raises(ValueError, match=r"step 3 is damaged: .*state.json: missing, and no other is complete"):
-        choose_checkpoint(tmp_path, print)
-
-
 def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch):
     save(tmp_path, 3)
     said, rmdir = [], os.rmdir

@@ -4,6 +4,7 @@ they write."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -22,7 +23,10 @@ from safetensors.torch import load_file
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.types import Rollout
 
+FROM_STEP_0 = "nothing is saved yet: the same command starts from step 0"
 LIVE_STEPS = 20  # of the run in the fixture `live`
+# Responses of up to 220 tokens, of which an untrained model ends one in a hundred: they last for several steps.
+AHEAD = ("rollout.max_new_tokens=220", "algorithm.rollout_correction.kind=truncate", "rollout.max_staleness=2")
 # A sitecustomize.py, for the interpreters of a run.
 FAILS_ON_RANK_1 = """
 import os
@@ -66,6 +70,10 @@ def json_lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def step_lines(output: Path) -> list[dict]:
+    return json_lines(output / "metrics.jsonl")
+
+
 def timeless(row: dict) -> dict:
     """A line of metrics.jsonl but for what the machine decides."""
     return {key: value for key, value in row.items() if not key.startswith(("time/", "throughput/", "resources/"))}
@@ -78,8 +86,10 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def same_weights(one: Path, other: Path) -> bool:
+    """Names, dtypes and bits of two exports."""
     a, b = exported(one), exported(other)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    alike = (a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+    return a.keys() == b.keys() and all(alike)
 
 
 def small_run(folder: Path, model: Path, steps: int, answers: str, **rollout: object) -> Path:
@@ -132,7 +142,25 @@ class Sampler:
         return prompt, list(zip(responses.tolist(), chosen.tolist(), strict=True))
 
 
-def made_rollout(step: int, place: int, k: int, prompt_id: str, prompt: list[int], response: list[int], **others):
+def engine_gap(rollout: Rollout, models: dict[int, torch.nn.Module], shift: int = 0) -> float:
+    """Nats: between the engine's logprobs and those of the weights that each token names, in its segment (`shift`: of
+    other weights)."""
+    versions = [max(0, v + shift) for v, start, end in rollout.weight_versions for _ in range(start, end)]
+    starts, k, gaps = rollout.episode.starts if rollout.episode else [0], 0, []
+    for start, end in itertools.pairwise([*starts, len(rollout.tokens)]):
+        tokens = torch.tensor([rollout.tokens[start:end]])
+        with torch.no_grad():
+            tables = {v: models[v](tokens).logits[0].float().log_softmax(-1) for v in set(versions)}
+        for p in range(start, end):
+            if rollout.response_mask[p]:
+                logprob = tables[versions[k]][p - start - 1, rollout.tokens[p]].item()
+                gaps.append(abs(logprob - rollout.engine_logprobs[k]))
+                k += 1
+    assert k == len(rollout.engine_logprobs)
+    return max(gaps)
+
+
+def made_rollout(step: int, place: int, k: int, prompt_id: str, prompt: list[int], response: list[int], /, **others):
     """Rollout `k` of the step's group `place`. `others`: `right`, and further fields."""
     group, right = group_id(step, place), others.pop("right")
     fields = {
@@ -149,6 +177,21 @@ def made_rollout(step: int, place: int, k: int, prompt_id: str, prompt: list[int
         "reward_parts": {},
     }
     return Rollout(**fields | others)
+
+
+def new_rollout(step: int, place: int, k: int, reward: float = 0.0, prompt_id: str = "", **others) -> Rollout:
+    """One with texts: a prompt of two tokens, a response of two."""
+    fields = {
+        "engine_logprobs": [-1.0, -2.0],
+        "finish_reason": "stop",
+        "right": reward > 0.5,
+        "reward": reward,
+        "reward_parts": {"math": reward},
+        "prompt": f"What is {place}?",
+        "response": f"I say {k}.\nNo more.",
+        "answer": str(place),
+    }
+    return made_rollout(step, place, k, prompt_id or f"p{place}", [20, 21], [30 + place, 31], **fields | others)
 
 
 class Run:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from background_run import LIVE_STEPS, Run, Sampler, json_lines, made_rollout, small_run
+from background_run import LIVE_STEPS, Run, Sampler, json_lines, made_rollout, small_run, step_lines
 
 from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.runtime.line_files import read_raw_lines
@@ -15,10 +14,6 @@ from dynamo_megatron.types import Rollout
 
 LOSE_STEP, KILL_STEP = 3, 5
 REPLAYED_STEPS, REPLAYED_GROUPS, REPLAYED_GROUP, REPLAYED_RESPONSE = 2, 4, 16, 12  # groups of a prompt; tokens
-
-
-def metrics(output: Path) -> list[dict]:
-    return json_lines(output / "metrics.jsonl")
 
 
 def rollout_lines(output: Path, step: int) -> list[str]:
@@ -69,19 +64,14 @@ def start_run():
 
 
 @pytest.fixture(scope="session")
-def step_lines():
-    return metrics
-
-
-@pytest.fixture(scope="session")
 def problems_on_disk():
     """problems_on_disk(output, steps): a line for each step where not every rollout that was allocated is on disk once,
     or where what was not trained is not what the metrics count."""
 
     def check(output: Path, steps) -> list[str]:
-        allocated, rows, found = Counter(), {row["step"]: row for row in metrics(output)}, []
-        for line in (output / "allocation.jsonl").read_text().splitlines():
-            allocated[json.loads(line)["step"]] += json.loads(line)["n"]
+        allocated, rows, found = Counter(), {row["step"]: row for row in step_lines(output)}, []
+        for row in json_lines(output / "allocation.jsonl"):
+            allocated[row["step"]] += row["n"]
         for step in steps:
             rollouts = list(RolloutStore(output).lines(step))
             final = {r.rollout_id: r.status for r in rollouts}

@@ -1,8 +1,10 @@
-"""Which processes are still there, for tests that look for what a run leaves behind."""
+"""Which processes are still there, for tests that look for what a run leaves behind; and waiting for what they do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import psutil
 
@@ -17,3 +19,10 @@ def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
             return False
 
     return [process for process in processes if lives(process)]
+
+
+def wait_until(condition: Callable[[], object], log: Path, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s: {log.read_text()}"
+        time.sleep(0.05)

@@ -1,9 +1,7 @@
 """A run of PPO with an agent: real ranks, a real SGLang server, and a client that knows nothing of either."""
 
-import itertools
-
 import pytest
-import torch
+from background_run import engine_gap, step_lines
 from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.checkpoint.safetensors_folder import every_export
@@ -37,7 +35,7 @@ STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def ran(workspace, command_line, step_lines, tiny_model):
+def ran(workspace, command_line, tiny_model):
     """(rollouts of all steps, metrics, the model of each version)."""
     (workspace / "live_agents.py").write_text(AGENT)
     output = workspace / "agents"
@@ -54,27 +52,10 @@ def ran(workspace, command_line, step_lines, tiny_model):
     return rollouts, step_lines(output), models
 
 
-def gap(rollout, models) -> float:
-    """Nats: between the engine's logprobs and those of the weights that each token names, in its segment."""
-    versions = [v for v, start, end in rollout.weight_versions for _ in range(start, end)]
-    bounds, k, gaps = [*rollout.episode.starts, len(rollout.tokens)], 0, []
-    for start, end in itertools.pairwise(bounds):
-        tokens = torch.tensor([rollout.tokens[start:end]])
-        with torch.no_grad():
-            tables = {v: model(tokens).logits[0].float().log_softmax(-1) for v, model in models.items()}
-        for p in range(start, end):
-            if rollout.response_mask[p]:
-                logprob = tables[versions[k]][p - start - 1, rollout.tokens[p]].item()
-                gaps.append(abs(logprob - rollout.engine_logprobs[k]))
-                k += 1
-    assert k == len(rollout.engine_logprobs)
-    return max(gaps)
-
-
 def test_every_trained_token_was_sampled_there_with_that_logprob(ran):
     rollouts, rows, models = ran
     assert len(rollouts) == 24 * STEPS and {r.status for r in rollouts} == {"ok"}
-    gaps = [gap(rollout, models) for rollout in rollouts]
+    gaps = [engine_gap(rollout, models) for rollout in rollouts]
     print(f"{len(rollouts)} episodes, largest gap {max(gaps):.2g}")
     assert max(gaps) <= 1e-4
     assert all(r.step - 2 <= version <= r.step - 1 for r in rollouts for version, _, _ in r.weight_versions)

@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from background_run import json_lines
+from background_run import AHEAD, engine_gap, json_lines, step_lines
 from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.checkpoint.folder import latest_checkpoint
@@ -18,29 +17,13 @@ from dynamo_megatron.checkpoint.safetensors_folder import every_export
 from dynamo_megatron.replay.recording import read_run
 from dynamo_megatron.replay.what_if import allocator_of, first_difference, replay
 from dynamo_megatron.rollout.store import read_lines, read_rollouts, step_file, step_files
-from dynamo_megatron.types import Rollout
 
 pytestmark = pytest.mark.full
 KILLS = 2
-# Responses of up to 220 tokens, of which an untrained model ends one in a hundred: they last for several steps.
-AHEAD = ("rollout.max_new_tokens=220", "algorithm.rollout_correction.kind=truncate", "rollout.max_staleness=2")
-
-
-def largest_gap(rollout: Rollout, models: dict[int, torch.nn.Module], shift: int = 0) -> float:
-    """Nats, between the engine's logprobs and those of the weights that the rollout names (`shift`: other ones)."""
-    tokens, prompt, gap = torch.tensor([rollout.tokens]), rollout.response_mask.count(0), 0.0
-    for version, start, end in rollout.weight_versions:
-        with torch.no_grad():
-            logprobs = models[max(0, version + shift)](tokens).logits[0, prompt - 1 : -1].log_softmax(-1)
-        own = logprobs.gather(1, tokens[0, prompt:, None])[start:end, 0]
-        gap = max(gap, (own - torch.tensor(rollout.engine_logprobs[start:end])).abs().max().item())
-    return gap
 
 
 @pytest.mark.timeout(1200)
-def test_each_token_has_the_logprob_of_the_weights_that_it_names(
-    workspace, start_run, step_lines, problems_on_disk, tiny_model
-):
+def test_each_token_has_the_logprob_of_the_weights_that_it_names(workspace, start_run, problems_on_disk, tiny_model):
     """10 steps whose weights change a lot in each; one of two servers is killed in the middle."""
     output = workspace / "ahead"
     keys = ("optimizer.lr=1e-2", "checkpoint.every=1", "checkpoint.keep_last=1", "checkpoint.export_hf=every")
@@ -56,10 +39,10 @@ def test_each_token_has_the_logprob_of_the_weights_that_it_names(
     models[0] = AutoModelForCausalLM.from_pretrained(tiny_model)
     rollouts = [r for step in range(1, 11) for r in read_rollouts(step_file(output, step))]
     mixed = [r for r in rollouts if len(r.weight_versions) > 1]
-    gaps = [largest_gap(r, models) for r in rollouts]
+    gaps = [engine_gap(r, models) for r in rollouts]
     print(f"{len(rollouts)} rollouts, {len(mixed)} of several versions, largest gap {max(gaps):.2g}")
     assert max(gaps) <= 1e-4 and len(mixed) > 20
-    assert min(largest_gap(r, models, shift=1) for r in mixed if r.weight_versions[-1][0] < 9) > 1e-2
+    assert min(engine_gap(r, models, shift=1) for r in mixed if r.weight_versions[-1][0] < 9) > 1e-2
     rows = step_lines(output)
     stalest = [row["rollout/staleness_max"] for row in rows]
     assert stalest[:5] == [0, 1, 2, 2, 2] and max(stalest) == 2
@@ -86,7 +69,7 @@ def newest_step(run) -> int:
 
 
 @pytest.mark.timeout(2400)
-def test_a_run_killed_again_and_again_reuses_all_that_was_finished(workspace, start_run, step_lines, problems_on_disk):
+def test_a_run_killed_again_and_again_reuses_all_that_was_finished(workspace, start_run, problems_on_disk):
     output, rng, used = workspace / "ahead-killed", random.Random(0), 0
     keys = ("optimizer.lr=1e-3", "trainer.steps=400", "checkpoint.every=3", "checkpoint.keep_last=1")
     command = (workspace / "config.yaml", *AHEAD, *keys, f"output_dir={output}")

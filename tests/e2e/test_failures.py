@@ -6,11 +6,10 @@ import signal
 
 import psutil
 import pytest
-from background_run import FAILS_ON_RANK_1, runs_first
+from background_run import FAILS_ON_RANK_1, FROM_STEP_0, runs_first, step_lines
 
 pytestmark = pytest.mark.full
 
-FROM_STEP_0 = "nothing is saved yet: the same command starts from step 0"
 DIES_ON_RANK_1 = FAILS_ON_RANK_1.replace(
     'raise KeyError("this rank has had enough")',
     "import time; time.sleep(2.0); os.kill(os.getpid(), 9)",  # by then rank 0 waits for it in the update
@@ -44,7 +43,7 @@ def test_a_failed_rank_ends_all_with_its_message(recorded, workspace, start_run,
     assert run.left_behind() == []
 
 
-def test_sigterm_saves_and_the_same_command_goes_on(recorded, workspace, start_run, step_lines, tmp_path):
+def test_sigterm_saves_and_the_same_command_goes_on(recorded, workspace, start_run, tmp_path):
     output = tmp_path / "run"
     run = start_run(workspace, *recorded, "checkpoint.every=100", "checkpoint.async=true")
     run.wait_until(lambda: len(step_lines(output)) >= 2, "two steps")
@@ -58,7 +57,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(recorded, workspace, start_r
 
 
 @pytest.mark.timeout(1200)
-def test_all_that_listens_is_on_loopback_and_ctrl_c_stops_the_servers_too(workspace, start_run, step_lines, tmp_path):
+def test_all_that_listens_is_on_loopback_and_ctrl_c_stops_the_servers_too(workspace, start_run, tmp_path):
     keys = ("trainer.steps=500", "rollout.servers=2", "rollout.sync.transport=gloo", f"output_dir={tmp_path / 'run'}")
     run = start_run(workspace, workspace / "config.yaml", *keys)
     run.wait_until(lambda: step_lines(tmp_path / "run"), "the first step", timeout=600)
@@ -76,7 +75,7 @@ def test_all_that_listens_is_on_loopback_and_ctrl_c_stops_the_servers_too(worksp
     assert run.left_behind() == []
 
 
-def test_an_exception_in_the_reward_function_is_the_last_line(workspace, start_run, step_lines, tmp_path):
+def test_an_exception_in_the_reward_function_is_the_last_line(workspace, start_run, tmp_path):
     (tmp_path / "own_reward.py").write_text((workspace / "own_reward.py").read_text())
     run = start_run(tmp_path, workspace / "config.yaml", f"output_dir={tmp_path / 'run'}", "trainer.steps=500")
     run.wait_until(lambda: step_lines(tmp_path / "run"), "the first step")

@@ -1,6 +1,7 @@
 """Three live steps of every family, with a real SGLang server: the policy's logprobs are the server's."""
 
 import pytest
+from background_run import step_lines
 
 from dynamo_megatron.models import FAMILIES
 
@@ -8,7 +9,7 @@ pytestmark = pytest.mark.full
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_three_steps(family, workspace, model_of, command_line, step_lines, tmp_path):
+def test_three_steps(family, workspace, model_of, command_line, tmp_path):
     # SGLang ignores Mistral's window: the run's max_length, 256, is within it.
     model = model_of(family, fields={"sliding_window": 256} if family == "mistral" else {})
     # An untrained model earns it in half of its responses: no step is without a gradient.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from background_run import step_lines
 
 from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.recording import read_run
@@ -34,7 +35,7 @@ def hurt(run, rng: random.Random) -> str:
 
 
 @pytest.mark.timeout(2400)
-def test_faults_at_random_times_leave_every_step_trained(workspace, start_run, step_lines, tmp_path):
+def test_faults_at_random_times_leave_every_step_trained(workspace, start_run, tmp_path):
     output, rng, faults = tmp_path / "run", random.Random(7), []
     keys = ["rollout.servers=2", "rollout.health_timeout=60", "trainer.steps=10000", f"output_dir={output}"]
     run = start_run(workspace, workspace / "config.yaml", *keys)
@@ -64,7 +65,7 @@ def test_faults_at_random_times_leave_every_step_trained(workspace, start_run, s
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_rank_killed_while_rollouts_are_generated(workspace, start_run, step_lines, tmp_path, rank):
+def test_a_rank_killed_while_rollouts_are_generated(workspace, start_run, tmp_path, rank):
     """kill -9: the run ends at once, and with it servers, their ports and their shared memory."""
     output = tmp_path / "run"
     keys = ["rollout.max_new_tokens=200", "algorithm.allocation.rollout_n_max=200", "algorithm.allocation.budget=300"]

@@ -1,7 +1,7 @@
 """A run with a real SGLang server: agreement, versions, rewards, and what a kill leaves."""
 
 import pytest
-from background_run import LIVE_STEPS, json_lines
+from background_run import LIVE_STEPS, json_lines, step_lines
 
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.rollout.store import read_lines, step_file
@@ -9,7 +9,7 @@ from dynamo_megatron.rollout.store import read_lines, step_file
 pytestmark = pytest.mark.full
 
 
-def test_policy_and_engine_agree_at_every_step(live, step_lines):
+def test_policy_and_engine_agree_at_every_step(live):
     rows = step_lines(live[0])
     print("largest gap", max(row["rollout/logprob_gap_max"] for row in rows))
     assert [row["step"] for row in rows] == list(range(1, LIVE_STEPS + 1))
@@ -19,7 +19,7 @@ def test_policy_and_engine_agree_at_every_step(live, step_lines):
         assert row["rollout/weight_version_min"] == row["rollout/weight_version_max"] == row["step"] - 1
 
 
-def test_a_server_killed_while_it_generates_loses_no_rollout(live, step_lines):
+def test_a_server_killed_while_it_generates_loses_no_rollout(live):
     output, seen = live
     assert "server-1 left the rotation: " in seen["said"]
     for row in step_lines(output):
@@ -28,7 +28,7 @@ def test_a_server_killed_while_it_generates_loses_no_rollout(live, step_lines):
         assert len(names) == len(set(names)) == 24
 
 
-def test_a_kill_regenerates_no_finished_rollout(live, step_lines):
+def test_a_kill_regenerates_no_finished_rollout(live):
     output, seen = live
     assert seen["left"] == []
     assert len(seen["finished"]) == 22 and set(seen["finished"]) <= set(seen["now"])

@@ -1,6 +1,7 @@
 """A run with an agent and two SGLang servers: one is killed in the middle of episodes, which go on on the other."""
 
 import pytest
+from background_run import step_lines
 
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 
@@ -27,7 +28,7 @@ async def agent(prompt, session):
 """
 
 
-def test_episodes_of_a_killed_server_go_on_on_another_from_their_ids(workspace, start_run, step_lines):
+def test_episodes_of_a_killed_server_go_on_on_another_from_their_ids(workspace, start_run):
     folder, output = workspace / "lost-episodes", workspace / "lost-episodes-run"
     folder.mkdir()
     (folder / "lost_agents.py").write_text(AGENT)

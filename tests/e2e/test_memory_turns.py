@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from background_run import exported, same_weights, timeless
+from background_run import exported, same_weights, step_lines, timeless
 
 from dynamo_megatron.checkpoint.inspection import describe, differences, inspect
 from dynamo_megatron.rollout.store import read_rollouts, step_file
@@ -33,7 +33,7 @@ class Resident:
 """
 
 
-def test_servers_live_through_every_phase_and_a_stop(workspace, start_run, step_lines, tmp_path):
+def test_servers_live_through_every_phase_and_a_stop(workspace, start_run, tmp_path):
     """On a CPU they free nothing, but die of the same calls: a release in generation, a second one, two ranks'."""
     output = tmp_path / "run"
     keys = ["rollout.offload=true", "rollout.servers=2", "rollout.max_new_tokens=150", "checkpoint.every=2"]
@@ -69,7 +69,7 @@ def colocated(workspace, start_run, tmp_path):
     return start
 
 
-def test_nothing_that_a_server_has_released_is_read_and_a_push_covers_everything(colocated, step_lines, tmp_path):
+def test_nothing_that_a_server_has_released_is_read_and_a_push_covers_everything(colocated, tmp_path):
     """Through all phases, to the same bits: generation, log-probs, values, updates of policy and critic, pushes, saves,
     evaluations."""
     keys = (*CRITIC, "checkpoint.every=2", "eval.data=problems.jsonl", "eval.every=2", "eval.samples=2")
@@ -94,7 +94,7 @@ def test_nothing_that_a_server_has_released_is_read_and_a_push_covers_everything
         assert tokens == others
 
 
-def test_policy_and_critic_take_turns_to_the_same_bits(workspace, replay, step_lines):
+def test_policy_and_critic_take_turns_to_the_same_bits(workspace, replay):
     """On recorded rollouts, against a run that keeps both; weights, moments and heads are compared."""
     (workspace / "witness.py").write_text(WITNESS)
     keys = (*CRITIC, "tracking={backends: ['witness:Resident'], profile_steps: [2]}")

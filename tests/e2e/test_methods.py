@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import pytest
+from background_run import step_lines
 
 KEYS = {  # of the method, for a small batch
     "dynamo": (),
@@ -20,7 +21,7 @@ KEYS = {  # of the method, for a small batch
 
 @pytest.mark.full
 @pytest.mark.parametrize("method", KEYS)
-def test_it_trains(replay, step_lines, method):
+def test_it_trains(replay, method):
     def scored(rollout):
         """Of five problems one is always right, and one never: both steps have one of them, and others."""
         fixed = {"problem-0": 1.0, "problem-2": 0.0}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from background_run import Sampler, exported, json_lines, made_rollout, timeless
+from background_run import Sampler, made_rollout, same_weights, step_lines, timeless
 from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.checkpoint.inspection import describe, differences, inspect
@@ -32,7 +32,7 @@ def record(folder, model_path) -> None:
 
 @pytest.fixture(scope="module")
 def run(make_tiny_model, tmp_path_factory, start_run):
-    """run(name, *keys): the run's metrics and weights."""
+    """run(name, *keys): the run's metrics and the folder of its weights."""
     folder = tmp_path_factory.mktemp("process")
     models = [make_tiny_model(folder / f"model-{seed}", dtype="float32", seed=seed) for seed in range(2)]
     record(folder / "record", models[0])
@@ -55,7 +55,7 @@ def run(make_tiny_model, tmp_path_factory, start_run):
         output = folder / name
         process = start_run(folder, folder / "config.yaml", f"output_dir={output}", *keys)
         assert process.wait() == 0, process.text[-3000:]
-        return list(map(timeless, json_lines(output / "metrics.jsonl"))), exported(output / "hf")
+        return list(map(timeless, step_lines(output))), output / "hf"
 
     go.folder = folder
     return go
@@ -78,8 +78,7 @@ def test_a_resumed_run_is_as_the_straight_one(run, name, keys):
     straight, weights = run(name, *keys, f"trainer.steps={STEPS}")
     run(f"{name}-cut", *keys, "trainer.steps=2")
     resumed, again = run(f"{name}-cut", *keys, f"trainer.steps={STEPS}")
-    assert resumed == straight and len(straight) == STEPS
-    assert all(torch.equal(weights[tensor], again[tensor]) for tensor in weights)
+    assert resumed == straight and len(straight) == STEPS and same_weights(weights, again)
     last = [inspect(run.folder / output / "checkpoints" / f"step-{STEPS:06d}") for output in (name, f"{name}-cut")]
     assert list(differences(*last)) == []
     first, second, *_, final = straight

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from background_run import json_lines, same_weights, timeless
+from background_run import json_lines, same_weights, step_lines, timeless
 
 from dynamo_megatron.types import Rollout
 
@@ -42,10 +42,10 @@ def test_they_are_counted_and_training_is_as_if_they_had_not_come(replay, old):
     runs = [replay(f"{old}-{f.__name__}", f, *options) for f in (garble, left_out)]
     assert all(code == 0 for code, *_ in runs), [text[-2000:] for _, text, _ in runs]
     one, other = (output for *_, output in runs)
-    metrics = json_lines(one / "metrics.jsonl")
+    metrics = step_lines(one)
     assert metrics[0]["rollout/rejected"] > 0 and all(m["rollout/logprob_gap_max"] < 0.1 for m in metrics)
     assert "rollouts rejected (" in runs[0][1] and "of server-" in runs[0][1]
-    for row, without in zip(metrics, json_lines(other / "metrics.jsonl"), strict=True):
+    for row, without in zip(metrics, step_lines(other), strict=True):
         assert timeless(row | {SAMPLED: 0}) == timeless(without | {SAMPLED: 0})
     assert json_lines(one / "allocation.jsonl") == json_lines(other / "allocation.jsonl")
     assert same_weights(one / "hf", other / "hf")

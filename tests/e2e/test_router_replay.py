@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from background_run import json_lines
+from background_run import AHEAD, json_lines, step_lines
 
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 
@@ -15,7 +15,6 @@ pytestmark = pytest.mark.full
 WITNESS = Path(__file__).with_name("route_witness")
 STEPS = int(os.environ.get("ROUTER_REPLAY_STEPS", 14))  # docs/evidence.md has 1,000
 KILLS = (5, *range(125, STEPS, 125))  # the run is killed once it has done this many steps
-AHEAD = ("rollout.max_new_tokens=220", "algorithm.rollout_correction.kind=truncate", "rollout.max_staleness=2")
 
 Pass = tuple[int, int, list[list[int]]]  # tokens that the request came with; the token at a position, and its route
 
@@ -34,7 +33,7 @@ def passes(folder: Path) -> dict[tuple[str, int], list[Pass]]:
 
 
 @pytest.mark.timeout(900 + 4 * STEPS)
-def test_all_trained_tokens_have_the_servers_routes(workspace, start_run, make_tiny_model, tmp_path, step_lines):
+def test_all_trained_tokens_have_the_servers_routes(workspace, start_run, make_tiny_model, tmp_path):
     model = make_tiny_model(tmp_path / "model", family="qwen3_moe", fields={"num_experts": 8})
     output, written = tmp_path / "output", tmp_path / "witness"
     written.mkdir()

@@ -5,6 +5,7 @@ import zlib
 
 import numpy as np
 import pytest
+from background_run import step_lines
 from scoring_endpoint import Endpoint, completion
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
@@ -39,7 +40,7 @@ def classifier(tiny_reward_model, tmp_path):
 
 @pytest.mark.full
 def test_a_run_trains_on_the_scores_of_a_reward_model_and_of_a_judge_that_is_down_in_turn(
-    workspace, start_run, step_lines, classifier, tiny_reward_model, transformers_score, tmp_path
+    workspace, start_run, classifier, tiny_reward_model, transformers_score, tmp_path
 ):
     output = tmp_path / "run"
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from background_run import json_lines
+from background_run import step_lines
 
 pytestmark = pytest.mark.full
 INTERFACE, NAMES, ADDRESSES = "lan", ("first-host", "second-host"), ("10.213.77.1", "10.213.77.2")
@@ -84,7 +84,7 @@ def test_a_live_run_with_a_server_on_each_host(on_both, workspace, tmp_path):
     assert code == 0, said
     found = on_both("train", *config)
     assert [code for code, _ in found] == [0, 0], "\n".join(text[-3000:] for _, text in found)
-    rows = json_lines(output / "metrics.jsonl")
+    rows = step_lines(output)
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert row["rollout/logprob_gap_max"] <= 1e-4 and row["rollout/failed"] == row["fleet/restarts"] == 0

@@ -5,6 +5,7 @@ import json
 import shutil
 
 import pytest
+from background_run import step_lines
 
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.data.sources import load_prompts
@@ -51,7 +52,7 @@ def test_a_list_must_have_every_item(problem, response):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step(name, tiny_model, sglang_server, command_line, step_lines, tmp_path, monkeypatch):
+def test_a_step(name, tiny_model, sglang_server, command_line, tmp_path, monkeypatch):
     if name == "code" and shutil.which("bwrap") is None:
         pytest.skip("needs bubblewrap")
     monkeypatch.setenv("JUDGE_KEY", sglang_server.endpoint.api_key)

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from background_run import json_lines
+from background_run import json_lines, step_lines
 
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 
@@ -17,7 +17,7 @@ AGENT = f"from dynamo_megatron.agents.verifiers import verifiers_agent\nagent = 
 STEPS, SAMPLES = 3, 2
 
 
-def test_it_trains_and_evaluates_in_the_environment(workspace, command_line, step_lines, verifiers_python):
+def test_it_trains_and_evaluates_in_the_environment(workspace, command_line, verifiers_python):
     rows, output = workspace / "guesses.jsonl", workspace / "verifiers"
     shutil.copy(TASKSET, workspace)
     (workspace / "live_verifiers.py").write_text(AGENT)

@@ -1,8 +1,6 @@
 """`dynamo-megatron dpo`: an update of tensor-parallel ranks beside autograd through transformers in float64."""
 
 import json
-import runpy
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,9 +21,8 @@ def log_ratios(models: list, tokenizer, prompt: str, completion: str) -> torch.T
     return (policy - reference.detach())[len(before) - 1 :].sum()
 
 
-def test_an_update_is_that_of_the_loss_over_the_pairs(tiny_model, tmp_path, command_line):
-    make = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "tiny_model.py"))["make_tiny_model"]
-    other = make(tmp_path / "other", family="qwen2", dtype="float32", seed=5)
+def test_an_update_is_that_of_the_loss_over_the_pairs(tiny_model, make_tiny_model, tmp_path, command_line):
+    other = make_tiny_model(tmp_path / "other", family="qwen2", dtype="float32", seed=5)
     with (tmp_path / "pairs.jsonl").open("w") as file:
         for number, (prompt, chosen, rejected) in enumerate(PAIRS):
             row = {"id": str(number), "prompt": prompt, "chosen": chosen}

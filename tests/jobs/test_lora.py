@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+from background_run import step_lines
 from safetensors.torch import load_file
 
 from dynamo_megatron.checkpoint.convert import mcore2hf
@@ -44,13 +45,9 @@ def trained(tiny_model, tmp_path_factory, command_line):
     return folder, run
 
 
-def metrics(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_it_learns_and_a_checkpoint_converts_to_what_was_exported(trained, command_line):
     folder, _ = trained
-    losses = [row["sft/loss"] for row in metrics(folder / "straight")]
+    losses = [row["sft/loss"] for row in step_lines(folder / "straight")]
     assert len(losses) == 4 and losses[-1] < losses[0]
     mcore2hf(folder / "straight", folder / "converted")
     assert list(differences(inspect(folder / "straight" / "hf"), inspect(folder / "converted"))) == []
@@ -82,6 +79,6 @@ def test_eval_gives_the_servers_the_merged_model(trained, monkeypatch):
 def test_the_reference_of_dpo_is_the_policy_without_adapters(trained):
     folder, run = trained
     run("dpo", "output_dir=preferred", "trainer.steps=3", "data.batch_prompts=4")
-    first, *_, last = metrics(folder / "preferred")
+    first, *_, last = step_lines(folder / "preferred")
     assert first["dpo/loss"] == pytest.approx(math.log(2)) and first["dpo/margin"] == 0
     assert last["dpo/margin"] > 0

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from background_run import step_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dynamo_megatron.checkpoint.convert import mcore2hf
@@ -45,7 +46,7 @@ def sft(tiny_model, tmp_path_factory, command_line):
 
 
 def losses(output) -> list[float]:
-    return [json.loads(line)["sft/loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [row["sft/loss"] for row in step_lines(output)]
 
 
 def test_the_loss_of_conversations_is_of_all_their_answers(tiny_model, tmp_path, command_line):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from background_run import json_lines, made_rollout, same_weights, small_run, timeless
+from background_run import json_lines, made_rollout, same_weights, small_run, step_lines, timeless
 
 from dynamo_megatron.cli.options import parser
 from dynamo_megatron.data.templates import load_tokenizer
@@ -141,11 +141,6 @@ def run_folder(tiny_model, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def rows():
-    return lambda output: json_lines(output / "metrics.jsonl")
-
-
-@pytest.fixture(scope="session")
 def undisturbed(run_folder, command_line):
     """The output folder of the run on local ranks, from its first to its last step."""
     output = run_folder / "undisturbed"
@@ -155,11 +150,11 @@ def undisturbed(run_folder, command_line):
 
 
 @pytest.fixture(scope="session")
-def ends_as_undisturbed(undisturbed, rows):
+def ends_as_undisturbed(undisturbed):
     """Asserts that a finished run has the undisturbed one's weights, bit for bit, and its metrics but for times."""
 
     def compare(output: Path) -> None:
         assert same_weights(output / "hf", undisturbed / "hf")
-        assert [*map(timeless, rows(output))] == [*map(timeless, rows(undisturbed))]
+        assert [*map(timeless, step_lines(output))] == [*map(timeless, step_lines(undisturbed))]
 
     return compare

@@ -2,13 +2,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
-from background_run import runs_first
+from background_run import FROM_STEP_0, runs_first
+from living_processes import wait_until
 
 from dynamo_megatron.runtime.guard import NAME
 
-FROM_STEP_0 = "nothing is saved yet: the same command starts from step 0"
 ENDS_WITHOUT_A_WORD = """
 import os, pathlib, signal, time
 if "RANK" in os.environ:
@@ -24,10 +23,7 @@ def test_an_interrupted_run_says_so_where_rank_0_cannot(tmp_path):
     command = [sys.executable, "-P", "-m", "dynamo_megatron.launcher.local", "1", str(tmp_path / "run"), "report"]
     with log.open("w") as file:
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + 60
-    while not started.exists():
-        assert time.monotonic() < deadline and process.poll() is None, log.read_text()
-        time.sleep(0.05)
+    wait_until(started.exists, log)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 130
     assert log.read_text() == f"interrupted; {FROM_STEP_0}\n"

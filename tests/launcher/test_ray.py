@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from background_run import HOLDS, Run, runs_first
+from background_run import HOLDS, Run, runs_first, step_lines
 
 from dynamo_megatron.runtime import guard
 
@@ -167,21 +167,21 @@ def test_lines_of_a_child_are_printed_once_and_whole(tmp_path, capsys):
 
 
 @pytest.mark.full
-def test_stopped_and_killed_a_run_ends_as_on_this_machine_alone(start, rows, run_folder, ends_as_undisturbed):
+def test_stopped_and_killed_a_run_ends_as_on_this_machine_alone(start, run_folder, ends_as_undisturbed):
     """By SIGTERM; a rank of it; an actor."""
     run, output = start("ray", hold=3)
-    run.wait_until(lambda: len(rows(output)) >= 3, "3 steps")
+    run.wait_until(lambda: len(step_lines(output)) >= 3, "3 steps")
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 75 and "stopped by SIGUSR1" in run.text, run.text[-3000:]
 
     run, _ = start("ray", hold=6)
-    run.wait_until(lambda: len(rows(output)) >= 6, "3 steps more")
+    run.wait_until(lambda: len(step_lines(output)) >= 6, "3 steps more")
     ranks_of(output)[1].kill()
     (run_folder / "hold").unlink()
     assert run.wait() == 1 and "rank-1 on " in run.text.splitlines()[-1]
 
     run, _ = start("ray", hold=7)
-    run.wait_until(lambda: len(rows(output)) >= 7, "7 steps")
+    run.wait_until(lambda: len(step_lines(output)) >= 7, "7 steps")
     ranks = ranks_of(output)
     actor = ranks[1].parent().parent()
     assert "Child" in actor.name() or any("Child" in word for word in actor.cmdline()), actor.cmdline()

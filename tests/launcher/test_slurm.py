@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from background_run import FAILS_ON_RANK_1, HOLDS, runs_first
+from background_run import FAILS_ON_RANK_1, HOLDS, runs_first, step_lines
 from living_processes import living
 
 from dynamo_megatron.runtime.guard import shared_memory_of
@@ -68,7 +68,7 @@ LIVE = ("rollout.engine=sglang", "rollout.recorded=null", "rollout.servers=2", "
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-def test_a_live_run_goes_on_after_usr1_and_what_cancelling_leaves(cluster, launched, rows, run_folder):
+def test_a_live_run_goes_on_after_usr1_and_what_cancelling_leaves(cluster, launched, run_folder):
     """A server a node, with the node's rank; the rollout process and the reward workers are rank 0's.
 
     USR1 requeues the job, first as before a time limit, then sent by SLURM to every process of the steps; the second
@@ -76,21 +76,21 @@ def test_a_live_run_goes_on_after_usr1_and_what_cancelling_leaves(cluster, launc
     """
     job, output = launched(*LIVE, "trainer.steps=6", "--time", "30", hold=2)
     for restarts, steps, to in (("1", 2, ["--batch"]), ("2", 4, [])):
-        cluster.wait_until(lambda steps=steps: len(rows(output)) >= steps, f"{steps} steps", output)
+        cluster.wait_until(lambda steps=steps: len(step_lines(output)) >= steps, f"{steps} steps", output)
         (run_folder / "hold").write_text(str(steps + 2))
         cluster.tool("scancel", *to, "--signal=USR1", job)
         cluster.wait_until(lambda n=restarts: cluster.field(job, "Restarts") == n, f"requeue {restarts}", output)
-        done = len(rows(output))
+        done = len(step_lines(output))
         assert done in (steps, steps + 1)
     (run_folder / "hold").unlink()
     cluster.wait(job, output)
     assert "SIGUSR1: the ranks save and stop" in batch_log(output, job)
     assert "stopped by SIGUSR1; the same command resumes from the checkpoint of step " in rank_log(output, job, 0)
     assert f"(step {done})" in rank_log(output, job, 0), "goes on from where it was stopped"
-    assert [row["step"] for row in rows(output)] == [1, 2, 3, 4, 5, 6]
-    assert max(row["rollout/logprob_gap_max"] for row in rows(output)) <= 1e-4
+    assert [row["step"] for row in step_lines(output)] == [1, 2, 3, 4, 5, 6]
+    assert max(row["rollout/logprob_gap_max"] for row in step_lines(output)) <= 1e-4
     again, _ = launched(*LIVE, "trainer.steps=999")
-    cluster.wait_until(lambda: len(rows(output)) >= 7, "one more step", output)
+    cluster.wait_until(lambda: len(step_lines(output)) >= 7, "one more step", output)
     ours = processes_of(again)
     assert len(ours) >= 9, "two ranks, rollout process, servers and their children, reward worker"
     segments = shared_memory_of([p.pid for p in ours])
@@ -102,10 +102,10 @@ def test_a_live_run_goes_on_after_usr1_and_what_cancelling_leaves(cluster, launc
 
 
 @pytest.mark.full
-def test_servers_on_a_node_of_their_own(cluster, launched, rows):
+def test_servers_on_a_node_of_their_own(cluster, launched):
     split = ("rollout.servers=1", "rollout.placement=split", "rollout.host=127.0.0.3", "--rollout-nodes", "1")
     job, output = launched(*LIVE, *split, "--nodes", "1", "--ranks-per-node", "2", "trainer.steps=2")
     cluster.wait(job, output, timeout=500)
-    assert [row["step"] for row in rows(output)] == [1, 2]
-    assert max(row["rollout/logprob_gap_max"] for row in rows(output)) <= 1e-4
+    assert [row["step"] for row in step_lines(output)] == [1, 2]
+    assert max(row["rollout/logprob_gap_max"] for row in step_lines(output)) <= 1e-4
     assert (output / "logs" / f"slurm-{job}" / "servers-0.log").is_file()

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from config_files import published_spec
 
 from dynamo_megatron.models import FAMILIES, load_model_config
 from dynamo_megatron.models.fp8 import (
@@ -15,7 +16,6 @@ from dynamo_megatron.models.fp8 import (
     sent_bytes,
 )
 from dynamo_megatron.models.mapping import huggingface_shapes
-from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.models.server_layout import server_shard
 
 SHAPES = [(256, 384), (130, 257), (1, 1)]
@@ -131,8 +131,7 @@ def test_a_part_of_a_server_rank_has_whole_blocks_of_the_tensor(spec_of, family)
     [("Qwen2.5-Math-7B", 8, "an MLP width of 2368"), ("Qwen3-30B-A3B", 4, "an MLP width of 192")],
 )
 def test_widths_of_broken_blocks_are_refused(name, tp, says):
-    config = PUBLISHED[name]["config"]
-    spec = FAMILIES[config["model_type"]].read(config)
+    spec = published_spec(name)
     with pytest.raises(ValueError, match=f"rollout.quantization: fp8 .*rollout.tp {tp} .*{says}; use another") as error:
         check_fp8_shapes(spec, tp)
     assert "\n" not in str(error.value)

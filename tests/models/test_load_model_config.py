@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from config_files import refusal, write
 from transformers import AutoConfig
 
 from dynamo_megatron.config import ParallelConfig
@@ -24,19 +25,6 @@ LLAMA3_ROPE = {
 }
 LLAMA = {k: v for k, v in QWEN2.items() if k not in WINDOW}
 LLAMA |= {"model_type": "llama", "attention_bias": False, "mlp_bias": False, "rope_scaling": LLAMA3_ROPE}
-
-
-def write(folder, config):
-    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    return folder
-
-
-def refusal(call, *arguments, **keywords):
-    with pytest.raises(ValueError) as caught:
-        call(*arguments, **keywords)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def test_the_fields_of_a_spec(tmp_path):

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from config_files import published_spec
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -52,7 +53,7 @@ def test_round_trip_is_bit_equal_and_uses_every_tensor_once(model_of, family, dt
 def test_the_tensors_of_published_models_are_transformers(name):
     """Names and shapes of the model that transformers builds from the config."""
     config = PUBLISHED[name]["config"]
-    shapes = huggingface_shapes(FAMILIES[config["model_type"]].read(config))
+    shapes = huggingface_shapes(published_spec(name))
     with torch.device("meta"):
         state = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).state_dict()
     theirs = {}

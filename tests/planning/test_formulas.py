@@ -3,9 +3,9 @@
 import dataclasses
 
 import pytest
+from config_files import published_spec
 
 from dynamo_megatron.config import Config, LoraConfig, ParallelConfig
-from dynamo_megatron.models import FAMILIES
 from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.formulas import decode_seconds, forward_flops
@@ -14,14 +14,9 @@ from dynamo_megatron.planning.plan import RESERVED, host_memory, make_plan, work
 from dynamo_megatron.planning.rates import RATES
 
 
-def spec_of(name):
-    config = PUBLISHED[name]["config"]
-    return FAMILIES[config["model_type"]].read(config)
-
-
 def test_72b_by_hand():
     """Qwen2.5-72B, tp 8 x pp 4 x dp 2 on 64 H100."""
-    spec = spec_of("Qwen2.5-72B")
+    spec = published_spec("Qwen2.5-72B")
     qkv = 8192 * (64 + 8 + 8) * 128 + (64 + 8 + 8) * 128  # 64 heads and 8 key/value heads of 128, with biases
     layer = qkv + 64 * 128 * 8192 + 3 * 8192 * 29568 + 2 * 8192
     assert formulas.model_elements(spec) == 80 * layer + 2 * 152064 * 8192 + 8192 == 72_706_203_648
@@ -51,7 +46,7 @@ def test_72b_by_hand():
 
 def test_adapters_by_hand():
     """Of rank 16 beside Qwen2.5-72B, tp 8 x pp 1 on 8 H100."""
-    spec, p, lora = spec_of("Qwen2.5-72B"), ParallelConfig(tp=8, sequence_parallel=True), LoraConfig(rank=16)
+    spec, p, lora = published_spec("Qwen2.5-72B"), ParallelConfig(tp=8, sequence_parallel=True), LoraConfig(rank=16)
     # whole a of h, rows of q, k, v and of gate and up a rank; columns of the others a rank, whole b of h
     layer = 16 * (8192 + 1280) + 16 * (1024 + 8192) + 16 * (8192 + 2 * 3696) + 16 * (3696 + 8192)
     state = formulas.stage_state(spec, p, "bfloat16", 8, 0, lora)
@@ -62,7 +57,7 @@ def test_adapters_by_hand():
 
 def test_30b_a3b_by_hand():
     """Qwen3-30B-A3B: 128 experts of width 768, 8 a token; ep 8 x dp 8 on 8 H200."""
-    spec = spec_of("Qwen3-30B-A3B")
+    spec = published_spec("Qwen3-30B-A3B")
     attention = 2048 * (32 + 4 + 4) * 128 + 32 * 128 * 2048 + 2 * 128  # with norms of q and k
     expert = 3 * 2048 * 768
     layer = attention + 128 * expert + 128 * 2048 + 2 * 2048
@@ -89,7 +84,7 @@ def test_30b_a3b_by_hand():
 
 
 def test_every_rank_of_a_gemma_server_has_the_whole_embedding():
-    spec = spec_of("gemma-3-270m")
+    spec = published_spec("gemma-3-270m")
     embedding, keys_and_values = 2 * 262_144 * 640, 2 * 18 * 2 * 640 * 256  # one key/value head, on both ranks
     one, two = (formulas.server_bytes(spec, tp, "bfloat16", None) for tp in (1, 2))
     whole = embedding + keys_and_values
@@ -109,7 +104,7 @@ def test_the_interleaved_schedule_holds_more():
 @pytest.mark.parametrize("layout", [{}, {"tp": 4}, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 2, "ep": 2}], ids=str)
 def test_the_shards_are_the_model(name, layout):
     """Summed over the ranks of a replica, every parameter once, but for norms, routers, biases and padding."""
-    spec, p = spec_of(name), ParallelConfig(**layout, sequence_parallel="tp" in layout)
+    spec, p = published_spec(name), ParallelConfig(**layout, sequence_parallel="tp" in layout)
     assert formulas.model_elements(spec) / 1e9 == pytest.approx(PUBLISHED[name]["billion_parameters"], rel=0.01)
     copies = spec.vocab_size * spec.hidden_size if spec.tied and p.pp > 1 else 0  # of a tied head
     total = 0
@@ -133,7 +128,7 @@ def stated(monkeypatch):
 
 
 def test_a_decode_step_of_few_sequences_reads_few_experts(stated):
-    spec, gpu = spec_of("Qwen3-30B-A3B"), dataclasses.replace(GPUS["h100-80"], flops=1e30, memory_bandwidth=1.0)
+    spec, gpu = published_spec("Qwen3-30B-A3B"), dataclasses.replace(GPUS["h100-80"], flops=1e30, memory_bandwidth=1.0)
     one, many = (decode_seconds(config_of(), spec, gpu, n, 0) for n in (1, 10_000))
     assert one == pytest.approx(2 * 3_353_032_704) and many == pytest.approx(2 * 30_532_122_624)
 
@@ -151,7 +146,7 @@ ROLLOUT = {"max_new_tokens": 8192, "servers": 8, "tp": 2, "memory_fraction": 0.5
 def planned(name, gpu, gpus, response, **parts):
     parts.setdefault("rollout", ROLLOUT)
     parts.setdefault("algorithm", {"allocation": {"budget": 512}, "loss": {"mini_batches": 4}})
-    config, spec = config_of(**parts), spec_of(name)
+    config, spec = config_of(**parts), published_spec(name)
     return make_plan(config, spec, Cluster(GPUS[gpu], gpus, 8), workload(config, spec, response))
 
 
@@ -209,7 +204,7 @@ def test_a_critic_counts_as_a_second_policy():
 )
 def test_a_sync_with_adapters_sends_what_they_change(offload, checksums, part):
     """Beside q, k, v and o of Qwen2.5-14B, of which each of a server's two ranks has half, in bfloat16."""
-    spec, lora = spec_of("Qwen2.5-14B"), {"targets": ["attention"]}
+    spec, lora = published_spec("Qwen2.5-14B"), {"targets": ["attention"]}
     rollout = {"tp": 2, "offload": offload, "proof": {"checksums": checksums}}
     config = config_of(model={"path": "none", "lora": lora}, rollout=rollout)
     sent = 48 * 5120 * (40 + 8 + 8 + 40) * 128 if part else 1e9
@@ -306,8 +301,8 @@ def test_the_host_s_peak_by_hand():
     assert on_cpu["the servers' weights"] == 4 * 2 * formulas.model_elements(plan.spec)
     one_a_node = host_memory(plan.config, plan.spec, 8, 1, 1256)
     assert one_a_node["processes"] == 3 * 2 * GIB and one_a_node["saving a checkpoint"] == 14 * state.owned
-    routed = host_memory(plan.config, spec_of("Qwen3-30B-A3B"), 8, 8, 10**7)  # 48 layers x 8 experts, a byte each
-    assert routed["rollouts"] == 2 * 512 * 10**7 * (76 + 384)
+    routed = host_memory(plan.config, published_spec("Qwen3-30B-A3B"), 8, 8, 10**7)
+    assert routed["rollouts"] == 2 * 512 * 10**7 * (76 + 384)  # 48 layers x 8 experts, a byte each
     algorithm = {"allocation": {"budget": 512}, "rollout_correction": {"level": "token"}}
     ahead = config_of(rollout={**split["rollout"], "max_staleness": 3}, algorithm=algorithm)
     assert host_memory(ahead, plan.spec, 8, 8, 10**7)["rollouts"] == 5 * 512 * 10**7 * 76

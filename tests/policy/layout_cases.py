@@ -218,6 +218,10 @@ def transformers_logprobs(model, source: RolloutBatch, temperature: float = 1.0)
     return torch.cat(found)
 
 
+def weights_of(policy) -> list[torch.Tensor]:
+    return [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
+
+
 def gather_gradients(policy) -> None:
     """Every rank gets the finished gradients of all its parameters, in their main_grad."""
     import torch.distributed as dist
@@ -244,7 +248,7 @@ def write_gradients(policy, folder: Path) -> None:
             bounds = torch.stack([-p.main_grad, p.main_grad])
             dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=policy.layout.tp)
             assert torch.equal(-bounds[0], bounds[1]), f"{tuple(p.shape)}: tensor-parallel copies differ in gradient"
-    values = [p.detach().clone() for p in parameters]
+    values = weights_of(policy)
     with torch.no_grad():
         for p in parameters:
             p.copy_(p.main_grad)

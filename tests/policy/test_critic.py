@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from layout_cases import LAYOUTS, make_models, rollouts
+from layout_cases import LAYOUTS, make_models, rollouts, weights_of
 from rank_cases import run_cases, settings
 
 from dynamo_megatron.checkpoint.weights import open_weights
@@ -70,7 +70,7 @@ def on_rank(case: dict, config, layout) -> dict | list:
     if layout.is_last_stage:
         head = critic.chunks[-1].output_layer.weight.data
         head.copy_(torch.from_numpy(first_head(head.shape[1])))
-    before = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
+    before = weights_of(policy)
     seen = []
     for step in range(1, STEPS + 1):
         values = critic.values(source, minis, begin)
@@ -79,8 +79,7 @@ def on_rank(case: dict, config, layout) -> dict | list:
         sums = {name: [fit[name] for fit in fits] for name in ("loss", "clipped", "grad_norm")}
         seen.append({"values": values.tolist(), "returns": batch.returns.tolist(), **sums})
     begin("update")
-    after = [p.detach() for chunk in policy.chunks for p in chunk.parameters()]
-    assert all(map(torch.equal, before, after)), "the critic has changed the policy"
+    assert all(map(torch.equal, before, weights_of(policy))), "the critic has changed the policy"
     stats = policy.token_stats(source, minis)
     found = policy.gradient(batch, minis[0], stats, None, 1e-3).found
     return {"steps": seen, "policy": found["grad_norm"], "process": batch.process.tolist()}

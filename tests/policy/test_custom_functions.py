@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from layout_cases import rollouts, weights_of
 from rank_cases import run_cases, settings
 
 pytestmark = pytest.mark.full
@@ -67,13 +68,7 @@ def on_rank(case, config, layout) -> dict:
     return {**found, "wrong": wrong_functions(case["config"], layout)}
 
 
-def weights_of(policy) -> list[torch.Tensor]:
-    return [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
-
-
 def build(config: dict, algorithm: dict, layout):
-    from layout_cases import rollouts
-
     from dynamo_megatron.config import Config
     from dynamo_megatron.models import load_model_config
     from dynamo_megatron.policy.batch import TrainBatch

@@ -1,7 +1,5 @@
 """Episodes in training: each counts as one rollout, whatever its number of turns and segments."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,6 @@ from dynamo_megatron.config.files import compose
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.types import EpisodeRecord, Rollout, RolloutBatch
 
-METHODS = Path(__file__).parents[2] / "configs" / "methods"
 # (context, sampled) of each turn, of each segment
 Segments = list[list[tuple[list[int], list[int]]]]
 EPISODES: list[tuple[str, float, Segments]] = [
@@ -55,7 +52,6 @@ def turns() -> list[tuple[int, list[int], list[int]]]:
 
 def test_an_episode_weighs_and_counts_as_one_rollout():
     fixed = ["model.path=m", "data.source=d", "output_dir=o", "rollout.max_new_tokens=16"]
-    grpo = [str(METHODS / "rloo.yaml")]
     batch = batch_of()
     assert batch.response_lengths.tolist() == [6, 1, 7, 2] and batch.response(0).tolist() == [8, 9, 11, 12, 13, 22]
     for mode, expected in {
@@ -63,7 +59,7 @@ def test_an_episode_weighs_and_counts_as_one_rollout():
         "prompt_mean": [1 / (2 * 2 * 16)] * 4,
         "token_mean": [1 / 16] * 4,
     }.items():
-        config = compose(grpo, [*fixed, f"algorithm.loss.aggregation={mode}"])[0]
+        config = compose(["methods/rloo"], [*fixed, f"algorithm.loss.aggregation={mode}"])[0]
         built = TrainBatch.build(batch, config)
         np.testing.assert_allclose(built.weights, expected)
         np.testing.assert_array_equal(built.advantages, [1, -1, 1, -1])

@@ -9,7 +9,6 @@ from rank_cases import run_cases
 
 from dynamo_megatron.config.files import compose
 
-METHODS = Path(__file__).parents[2] / "configs" / "methods"
 QUICK = [
     Row("llama", "TP2xPP2+SP"),
     Row("qwen3", "VPP2xPP2"),
@@ -100,8 +99,8 @@ OF_RESPONSES = ("rloo", "truncate_sequence")
 def method(name: str) -> dict:
     """Its algorithm section, with two updates a step, so that the second one has ratios. The rollouts are made up:
     nothing that decides how many are sampled is part of it."""
-    file, given = METHODS / f"{'grpo' if name in CHANGES else name}.yaml", ["model.path=m", "data.source=d"]
-    algorithm = compose([str(file)], [*given, "output_dir=o"])[0].algorithm.model_dump()
+    file, given = f"methods/{'grpo' if name in CHANGES else name}", ["model.path=m", "data.source=d", "output_dir=o"]
+    algorithm = compose([file], given)[0].algorithm.model_dump()
     algorithm = {key: section for key, section in algorithm.items() if key not in ("allocation", "sequential")}
     algorithm["loss"] |= {"mini_batches": 2, **{k: v for k, v in ENOUGH.items() if algorithm["loss"][k]}}
     return algorithm | CHANGES.get(name, {})

@@ -2,7 +2,6 @@
 
 import math
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +19,6 @@ from dynamo_megatron.kernels.types import Statistics, Tokens
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.types import RolloutBatch, TokenStats
 
-METHODS = Path(__file__).parents[2] / "configs" / "methods"
 MAX_LENGTH = 40
 SIZES = {"a": 2, "b": 7, "c": 15, "d": 8, "e": 1, "f": 12}
 
@@ -56,7 +54,7 @@ def run(name: str, rollouts: RolloutBatch, stats: SimpleNamespace, *overrides: s
     fixed = ["model.path=m", "data.source=d", "output_dir=o", f"rollout.max_new_tokens={MAX_LENGTH}"]
     if name == "dynamo_published":
         fixed += ["data.batch_prompts=32", "algorithm.allocation.budget=512", "algorithm.loss.mini_batches=1"]
-    config = compose([str(METHODS / f"{name}.yaml")], [*fixed, *overrides])[0]
+    config = compose([f"methods/{name}"], [*fixed, *overrides])[0]
     each = np.ones(len(rollouts.rewards))
     known = Baseline(0.4 * each, 3 * each, score_ratio=2.0)
     batch, nothing = TrainBatch.build(rollouts, config, baseline=known), torch.zeros_like(stats.new)

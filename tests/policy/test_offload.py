@@ -5,7 +5,7 @@ from threading import Event
 
 import pytest
 import torch
-from layout_cases import rollouts
+from layout_cases import rollouts, weights_of
 from rank_cases import run_cases, settings
 
 pytestmark = pytest.mark.full
@@ -38,7 +38,7 @@ def trained(config, layout, moved: bool) -> dict:
             seen["taken"] = offload.resume(PARTS)
         policy.update(data, mini_batches[0], stats, None, 1e-3)
     seen["allocated in vain"] = sum(map(len, offload._ahead.values())) if moved else 0
-    return {"weights": [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()], **seen}
+    return {"weights": weights_of(policy), **seen}
 
 
 def test_updates_after_a_release_are_the_same_bits(make_tiny_model, tmp_path):

@@ -45,7 +45,7 @@ ROUNDED = ("mask", "truncate")  # a token's weight is rounded before the correct
 def algorithm(name: str, *overrides: str):
     given = ["model.path=m", "data.source=d", "output_dir=o", "data.batch_prompts=512", *overrides]
     given += ["algorithm.teacher.path=t"] if name == "distill" else []
-    return compose([str(METHODS / f"{name}.yaml")], given)[0].algorithm
+    return compose([f"methods/{name}"], given)[0].algorithm
 
 
 def methods() -> list[str]:
@@ -83,7 +83,7 @@ def test_groups_of_equal_rewards_are_silent_only_where_nothing_else_is_in_the_lo
     given = ["model.path=m", "data.source=d", "output_dir=o", "data.batch_prompts=512", "kernels.gradient=recompute"]
 
     def silent(*keys: str) -> list[bool]:
-        config, _ = compose([str(METHODS / "grpo.yaml")], [*given, *keys])
+        config, _ = compose(["methods/grpo"], [*given, *keys])
         return silent_rollouts(batch, config).tolist()
 
     assert silent() == [not steps, not steps, False, False]

@@ -129,7 +129,7 @@ def make_batch(seed: int) -> SimpleNamespace:
 def config_of(name: str, minis: int):
     fixed = ["model.path=m", "data.source=d", "output_dir=o", f"rollout.max_new_tokens={LENGTH}"]
     fixed += [f"algorithm.loss.mini_batches={minis}"]
-    return compose([str(METHODS / f"{name.split()[0]}.yaml")], [*fixed, *CASES[name]["overrides"]])[0]
+    return compose([f"methods/{name.split()[0]}"], [*fixed, *CASES[name]["overrides"]])[0]
 
 
 def ours(name: str, batch: SimpleNamespace, without: np.ndarray | None = None) -> SimpleNamespace:

@@ -1,7 +1,5 @@
 """Process rewards in the batch that is trained on: added to the outcome's advantage, token by token, or not there."""
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from background_run import made_rollout
@@ -11,8 +9,6 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.types import RolloutBatch, TokenStats
-
-METHODS = Path(__file__).parents[2] / "configs" / "methods"
 
 
 def rollouts(*rows: tuple[float, list[float | None]]) -> RolloutBatch:
@@ -27,7 +23,7 @@ def rollouts(*rows: tuple[float, list[float | None]]) -> RolloutBatch:
 
 def configured(method: str = "grpo", *overrides: str) -> Config:
     fixed = ["model.path=m", "data.source=d", "output_dir=o", "rollout.max_new_tokens=8"]
-    return compose([str(METHODS / f"{method}.yaml")], [*fixed, *overrides])[0]
+    return compose([f"methods/{method}"], [*fixed, *overrides])[0]
 
 
 def token_advantages(batch: TrainBatch, config: Config) -> np.ndarray:

@@ -13,25 +13,6 @@ from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.types import ProblemResult, Rollout
 
 
-def made_rollout(step: int, position: int, index: int, reward: float = 0.0, **fields) -> Rollout:
-    """A prompt of two tokens, a response of two."""
-    group = f"{step:06d}-{position:04d}"
-    defaults = {
-        "tokens": [20, 21, 30 + position, 31],
-        "response_mask": [0, 0, 1, 1],
-        "engine_logprobs": [-1.0, -2.0],
-        "weight_versions": [(step - 1, 0, 2)],
-        "finish_reason": "stop",
-        "success": reward > 0.5,
-        "reward_parts": {"math": reward},
-        "prompt": f"What is {position}?",
-        "response": f"I say {index}.\nNo more.",
-        "answer": str(position),
-    }
-    prompt_id = fields.pop("prompt_id", f"p{position}")
-    return Rollout(f"{group}-{index:03d}", group, prompt_id, step, reward=reward, **{**defaults, **fields})
-
-
 class Folders:
     """Makes runs' folders, and adds steps and evaluations to them."""
 
@@ -74,8 +55,3 @@ class Folders:
 @pytest.fixture
 def folders(tmp_path):
     return Folders(tmp_path)
-
-
-@pytest.fixture
-def new_rollout():
-    return made_rollout

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from background_run import new_rollout
 from PIL import Image
 
 from dynamo_megatron.cli import main
@@ -31,7 +32,7 @@ def tokens_of(html: Path) -> dict[str, dict]:
 
 
 @pytest.fixture
-def run(folders, new_rollout, tiny_model) -> Path:
+def run(folders, tiny_model) -> Path:
     """Four steps of five prompts with hostile texts, statistics of a rollout's tokens, and evaluations."""
     texts = {"prompt": f"{ATTACK} problem", "answer": ATTACK}
     rollouts = [
@@ -97,7 +98,7 @@ def test_tokens_that_are_parts_of_characters(ids, texts):
 
 
 @pytest.mark.full
-def test_the_page_in_a_browser(run, folders, new_rollout, tmp_path):
+def test_the_page_in_a_browser(run, folders, tmp_path):
     """Nothing is fetched, nothing complains, hostile texts do nothing, and tokens have the numbers of the files."""
     if CHROMIUM is None:
         pytest.skip("needs chromium")

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from background_run import new_rollout
 
 from dynamo_megatron.reports.samples import read_pairs, read_samples
 from dynamo_megatron.rollout.store import RolloutStore, step_file
@@ -28,7 +29,7 @@ def make_run(folders):
 
 
 @pytest.fixture
-def two_steps(new_rollout):
+def two_steps():
     return [new_rollout(s, g, k, reward=(s + 2 * g + 4 * k) / 10) for s in (1, 2) for g in (1, 0) for k in (0, 1)]
 
 
@@ -50,7 +51,7 @@ def test_a_rollout_is_readable_by_itself(make_run, two_steps):
         assert part in text
 
 
-def test_what_is_chosen(make_run, new_rollout, two_steps):
+def test_what_is_chosen(make_run, two_steps):
     run = make_run(*two_steps)
     newest = [f"000002-000{g}-00{k}" for g in (0, 1) for k in (0, 1)]
     assert ids(run) == newest and ids(run, limit=3) == newest[:3]
@@ -66,7 +67,7 @@ def test_what_is_chosen(make_run, new_rollout, two_steps):
     assert len(ids(make_run(engine="recorded", recorded=str(run)))) == 4
 
 
-def test_the_pairs_of_a_run_are_the_best_and_the_worst_of_each_group(make_run, two_steps, new_rollout):
+def test_the_pairs_of_a_run_are_the_best_and_the_worst_of_each_group(make_run, two_steps):
     alike = [new_rollout(3, 0, k, reward=1.0) for k in (0, 1)]
     lost = [new_rollout(3, 1, k, reward=float(k), status="rejected") for k in (0, 1)]
     cut = [new_rollout(3, 2, k, reward=float(k), finish_reason="length" if k else "stop") for k in (0, 1)]
@@ -76,7 +77,7 @@ def test_the_pairs_of_a_run_are_the_best_and_the_worst_of_each_group(make_run, t
     assert (pairs[0]["chosen"], pairs[0]["rejected"], pairs[0]["prompt"]) == ("r0.7", "r0.3", two_steps[0].prompt)
 
 
-def test_a_run_under_way(make_run, two_steps, new_rollout):
+def test_a_run_under_way(make_run, two_steps):
     """The last line is being written; the newest file has no line yet; a line came twice."""
     run = make_run(*two_steps, dataclasses.replace(two_steps[-1], status="rejected"))
     file = step_file(run, 2)
@@ -87,7 +88,7 @@ def test_a_run_under_way(make_run, two_steps, new_rollout):
     assert [s["status"] for s in shown if s["rollout_id"] == two_steps[-1].rollout_id] == ["rejected"]
 
 
-def test_model_output_cannot_drive_the_terminal(make_run, new_rollout):
+def test_model_output_cannot_drive_the_terminal(make_run):
     fields = {
         "prompt": ATTACK,
         "response": ATTACK + "\ta\nb é 漢 👩‍👩‍👧",
@@ -117,7 +118,7 @@ def test_what_is_not_there_is_named(make_run, two_steps, tmp_path):
         list(read_samples(tmp_path))
 
 
-def test_an_episode_is_shown_as_a_conversation(make_run, new_rollout):
+def test_an_episode_is_shown_as_a_conversation(make_run):
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     messages = [
         {"role": "user", "content": "1+1?"},

@@ -1,6 +1,7 @@
 """The numbers of a report: tables, findings, figures, and what prompts had shown before a visit."""
 
 import pytest
+from background_run import new_rollout
 
 from dynamo_megatron.reports.figures import allocation_figures
 from dynamo_megatron.reports.run_record import RunRecord, read_revisits, read_run, read_runs
@@ -48,7 +49,7 @@ def test_runs_side_by_side(folders):
         read_runs([runs[0], runs[0]])
 
 
-def test_revisits_count_earlier_steps_only(folders, new_rollout):
+def test_revisits_count_earlier_steps_only(folders):
     """A prompt twice in a step has no history in either place; failed rollouts say nothing of a prompt."""
     first = [
         new_rollout(1, g, k, reward, prompt_id="a") for g, k, reward in ((0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0))
@@ -69,7 +70,7 @@ def test_revisits_count_earlier_steps_only(folders, new_rollout):
     assert read_revisits(run) is None
 
 
-def test_the_rounds_of_a_step_are_one_visit(folders, new_rollout):
+def test_the_rounds_of_a_step_are_one_visit(folders):
     groups = ((1, 0, "a"), (2, 0, "a"), (2, 1, "b"), (2, 2, "a"))
     rollouts = [new_rollout(step, g, k, reward=k, prompt_id=p) for step, g, p in groups for k in range(2)]
     algorithm = {"allocation": {"kind": "uniform", "budget": 512}, "sequential": {"round_n": 8}}

@@ -37,6 +37,12 @@ def sampled(rollout, step: int, prompts, counts, on_poll=None, on_count=None, fi
     return rollout.collect(step, on_poll, on_count, first)
 
 
+async def until(condition) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 def name_of(rid: str) -> str:
     return rid.removesuffix(";")
 

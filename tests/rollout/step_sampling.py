@@ -13,6 +13,7 @@ from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.rollout.result import RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.runtime.coordination import StopRequested
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.train import Sampled, Trainer
 from dynamo_megatron.types import Prompt
@@ -21,12 +22,17 @@ BATCH = 4
 
 
 class Alone:
-    """The coordinator of one rank, and servers that are never lost."""
+    """The coordinator of one rank, `asked` to stop from the start, and servers that are never lost."""
+
+    def __init__(self, asked=False):
+        self.asked = asked
 
     def check(self):
         pass
 
-    check_stop = check
+    def check_stop(self):
+        if self.asked:
+            raise StopRequested("SIGTERM")
 
     def on_rank_0(self, what, make, layout):
         return make()

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 from aiohttp import web
-from stand_ins import Server, generated, reply
+from stand_ins import Server, generated, reply, until
 
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.rollout.client import open_session
@@ -222,8 +222,7 @@ def test_an_evaluation_does_not_wait_for_the_episodes_of_training(episodes):
 
     async def work(generator, push):
         await generator.dispatch(1, [prompt("once")], [4])
-        while not server.asked:
-            await asyncio.sleep(0.01)
+        await until(lambda: server.asked)
         await generator.begin_evaluation([prompt("once"), prompt("rewarded")])
         evaluated = await generator.end_evaluation()
         asked = [name for name in server.asked if not name.startswith("eval-")]

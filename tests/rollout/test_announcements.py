@@ -5,7 +5,7 @@ import json
 import stat
 
 import pytest
-from stand_ins import Recorder
+from stand_ins import Recorder, until
 
 from dynamo_megatron.rollout.servers import announcements
 from dynamo_megatron.rollout.servers.announcements import Announced, NodeSide, _Watched, servers_folder
@@ -27,12 +27,6 @@ class Node(Recorder):
 
 def endpoint(name: str, incarnation: int) -> Endpoint:
     return Endpoint(name, incarnation, "http://127.0.0.1:1", 1, f"key-{incarnation}")
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 @pytest.fixture(autouse=True)

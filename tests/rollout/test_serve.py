@@ -4,10 +4,10 @@ import asyncio
 import os
 import signal
 import socket
-import time
 
 import pytest
-from stand_ins import VOCABULARY, Recorder, external
+from living_processes import wait_until
+from stand_ins import VOCABULARY, Recorder, external, until
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.servers import announcements, supervisor
@@ -37,12 +37,10 @@ def test_the_run_hears_of_servers_that_are_down_for_good(tmp_path, monkeypatch, 
         running = asyncio.create_task(Announced(tmp_path, ["server-0"], fleet).run())
         side = NodeSide(tmp_path, ["server-0"])
         serving = asyncio.create_task(_serve(side, Supervisor(config, ["server-0"], side), config.trainer.timeout))
-        async with asyncio.timeout(60):
-            while not any(final for *_, final in fleet.heard):
-                await asyncio.sleep(0.02)
-            assert not serving.done()
-            running.cancel()
-            await serving
+        await until(lambda: any(final for *_, final in fleet.heard))
+        assert not serving.done()
+        running.cancel()
+        await asyncio.wait_for(serving, 60)
 
     asyncio.run(work())
     (why,) = (why for _, _, why, final in fleet.heard if final)
@@ -57,10 +55,7 @@ def test_the_nodes_of_a_killed_rollout_process_are_told_to_end(tiny_model, tmp_p
     worker = RolloutWorker(config, [3], VOCABULARY)
     worker.start()
     try:
-        deadline = time.monotonic() + 120
-        while not file.exists():
-            assert time.monotonic() < deadline, worker.log.read_text()
-            time.sleep(0.1)
+        wait_until(file.exists, worker.log, 120)
         os.kill(worker._process.pid, signal.SIGKILL)
     finally:
         worker.close()

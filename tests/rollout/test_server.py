@@ -5,13 +5,13 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
 import psutil
 import pytest
 import torch
+from living_processes import wait_until
 from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
@@ -49,10 +49,7 @@ def started_with(folder, model, cached_tokens=None, **config) -> list[str]:
     server = SGLangServer(RolloutConfig(python=python, **config), model, log, cached_tokens=cached_tokens)
     server.start()
     try:
-        deadline = time.monotonic() + 60
-        while "\nend\n" not in log.read_text():
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
+        wait_until(lambda: "\nend\n" in log.read_text(), log)
     finally:
         server.stop()
     return log.read_text().splitlines()

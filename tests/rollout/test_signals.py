@@ -3,12 +3,11 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
-from living_processes import living
+from living_processes import living, wait_until
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
 from dynamo_megatron.rollout.servers.server import SGLangServer
@@ -57,10 +56,7 @@ def said(tmp_path, monkeypatch):
 
 
 def pids(said: Path, log: Path) -> list[int]:
-    deadline = time.monotonic() + 60
-    while not all((said / name).exists() for name in NAMES):
-        assert time.monotonic() < deadline, f"waited 60 s for the server's processes: {log.read_text()}"
-        time.sleep(0.05)
+    wait_until(lambda: all((said / name).exists() for name in NAMES), log)
     return [int((said / name).read_text()) for name in NAMES]
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from stand_ins import VOCABULARY, Recorder, Server, external, listening
+from stand_ins import VOCABULARY, Recorder, Server, external, listening, until
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.client import open_session
@@ -37,9 +37,7 @@ class Ending:
 def run_until(servers, reached):
     async def work():
         running = asyncio.create_task(servers.run())
-        async with asyncio.timeout(60):
-            while not reached():
-                await asyncio.sleep(0.01)
+        await until(reached)
         running.cancel()
         await asyncio.wait([running])
 
@@ -88,9 +86,7 @@ def test_where_memory_is_shared_a_server_starts_again_in_a_weight_sync_alone(tmp
             rollout = {"offload": True, "servers": 2}
             fleet = Fleet(Config(**needed, rollout=rollout), session, [], VOCABULARY)
             running = asyncio.create_task(fleet.run())
-            async with asyncio.timeout(60):
-                while not fleet.serving():
-                    await asyncio.sleep(0.01)
+            await until(fleet.serving)
             fleet.config = Config(**needed, rollout={**rollout, "start_timeout": 1e-3})
             await fleet.wait_started()
             assert [note.split()[0] for note in fleet.notes] == ["server-1"]
