@@ -51,7 +51,7 @@ class RolloutConfig(Section):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     top_p: float = 1.0
     max_new_tokens: Positive = 1024
-    stop: list[str] = []  # texts that end a response besides the end token
+    stop: Annotated[list[str], Field(max_length=32)] = []  # texts that end a response besides the end token
     mode: Literal["sync"] = "sync"  # of old configs: `max_staleness` has taken its place
     # steps between the weights that a token is sampled from and the step that trains on it; above 0 servers generate
     # for later steps while the ranks train (docs/rollouts.md)

@@ -75,7 +75,8 @@ def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
 
 
 def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end a response: those of generation_config.json, else of config.json, and the tokenizer's."""
+    """The tokens that end a response: those of generation_config.json and config.json, as SGLang has them, and the
+    tokenizer's."""
     ends: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
@@ -85,7 +86,6 @@ def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[
             if not all(type(end) is int and end >= 0 for end in ids):
                 raise InputError(f"{file}: eos_token_id: {said!r:.80} is neither a token id nor a list of them")
             ends.update(ids)
-            break
     if tokenizer.eos_token_id is not None:
         ends.add(tokenizer.eos_token_id)
     if not ends:
@@ -108,12 +108,16 @@ def encode_prompt(
         raise InputError(f"prompt {prompt.prompt_id!r}: {NEEDS_CHAT}")
     else:
         # str.format would trip over the braces of LaTeX.
-        tokens = tokenizer.encode(config.few_shot + config.template.replace("{prompt}", prompt.text))
-        if tokenizer.bos_token_id is not None and tokens[:2] == [tokenizer.bos_token_id] * 2:  # the text has one, too
-            tokens = tokens[1:]
+        tokens = encode_text(config.few_shot + config.template.replace("{prompt}", prompt.text), tokenizer)
     if not tokens:
         raise InputError(f"prompt {prompt.prompt_id!r}: the tokenizer gives no tokens for it")
     return tokens
+
+
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of `text` after the tokenizer's own special tokens, with one BOS where the text begins with one, too."""
+    tokens, bos = tokenizer.encode(text), tokenizer.bos_token_id
+    return tokens[1:] if bos is not None and tokens[:2] == [bos, bos] else tokens
 
 
 def rendered_warning(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[str]:

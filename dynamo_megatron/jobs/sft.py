@@ -245,17 +245,11 @@ class Answers:
         return [*ids, self._tokenizer.eos_token_id if end is None else end]
 
     def other_end(self) -> str | None:
-        """What to know and to do where the chat template ends an answer with a special token that would not end a
-        sampled one."""
-        end, name = self._chat.closing_token, self._tokenizer.convert_ids_to_tokens
-        added = self._tokenizer.added_tokens_decoder.get(end)
-        if self._config.template != "chat" or end in self._ends or added is None or not added.special:
+        """`ChatTokens.other_end`, and what to do about it."""
+        if self._config.template != "chat" or (note := self._chat.other_end) is None:
             return None
-        return (
-            f"the chat template ends an answer with {name(end)}, which is no end token of the model: answers are "
-            f"trained to end with {name(self._tokenizer.eos_token_id)}; to end them with {name(end)}, add {end} to "
-            "eos_token_id"
-        )
+        own = self._tokenizer.eos_token
+        return f"{note}: answers are trained to end with {own}; to end them with the template's, add it to eos_token_id"
 
     def text_of(self, prompt: Prompt, before: list[Message], message: Message) -> str:
         """The text of the assistant's `message` after `before`, its tool calls and thoughts included, and the end of

@@ -21,6 +21,7 @@ from dynamo_megatron.data.templates import (
     longest_sequence,
     max_prompt_length,
     rendered_warning,
+    template_variables,
 )
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.evaluation.problems import load_problems
@@ -30,6 +31,7 @@ from dynamo_megatron.jobs.start_checks import check_node, check_vocabulary
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.server_layout import check_served, check_server_parallel
 from dynamo_megatron.reward.functions import check_answers
+from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.servers.fleet import training_nodes
 from dynamo_megatron.rollout.servers.serve import NodeServers
@@ -150,6 +152,10 @@ class TrainJob(Job):
         prompts = self._stream.prompts
         if config.rollout.engine == "sglang":  # recorded rollouts have their rewards
             check_answers(prompts, config)
+        chat = ChatTokens(tokenizer, ends, template_variables(config.data))
+        if serves and config.data.template == "chat" and (note := chat.other_end):
+            names_it = f"eos_token_id in {config.model.path}/generation_config.json has it"
+            self.journal.say(f"warning: {note}: responses go on after it unless {names_it}")
         for warning in rendered_warning(prompts[0], tokenizer, config.data):
             self.journal.say(f"warning: {warning}")
         self._allocator = RolloutAllocator(config.algorithm.allocation)

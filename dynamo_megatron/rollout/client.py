@@ -161,6 +161,9 @@ class SGLangClient:
         given = {"temperature": temperature, "max_new_tokens": max_new_tokens, "sampling_seed": seed}
         sampling = self._sampling | {name: value for name, value in given.items() if value is not None}
         sampling["stop"] = [*sampling["stop"], *stop]
+        if longest := max((len(text.encode()) for text in sampling["stop"]), default=0):
+            # Never matches. SGLang looks for texts in as many of the last tokens, of which each may be one byte.
+            sampling["stop_regex"] = [rf"[^\s\S]{{{longest}}}"]
         request = GenerateRequest(request_id, prompt_tokens, sampling, None if self.routes is None else routes_from)
         try:
             async with asyncio.timeout(self._config.timeout_of(max_new_tokens) if timeout is None else timeout):

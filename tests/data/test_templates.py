@@ -1,3 +1,4 @@
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -5,7 +6,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from dynamo_megatron.config import Config, DataConfig
-from dynamo_megatron.data.templates import encode_prompt, load_tokenizer, max_prompt_length, rendered_warning
+from dynamo_megatron.data.templates import (
+    encode_prompt,
+    end_token_ids,
+    load_tokenizer,
+    max_prompt_length,
+    rendered_warning,
+)
+from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 from dynamo_megatron.types import Prompt
 
 CHAT = (
@@ -139,6 +147,33 @@ def test_the_plain_chat_template_begins_as_the_tokenizer_does(tmp_path, adds_bos
     tokenizer.save_pretrained(tmp_path)
     tokens = encode_prompt(TEXT, load_tokenizer(tmp_path, "plain"), DataConfig(source="a", chat_template="plain"))
     assert (tokens[0] == tokenizer.bos_token_id) == adds_bos and tokenizer.bos_token_id not in tokens[1:]
+
+
+def test_a_text_that_has_the_bos_gets_no_second_one():
+    tokenizer = characters()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    config, expected = DataConfig(source="a", template="{prompt}"), tokenizer.encode("1+1?")
+    for text in ("1+1?", "<s>1+1?"):
+        assert encode_prompt(Prompt("p", text=text), tokenizer, config) == expected
+        assert ChatTokens(tokenizer, [2]).encode_text(text) == expected  # of an agent's /completions
+
+
+def test_end_tokens_are_those_that_the_server_ends_a_response_on(tmp_path):
+    tokenizer = characters()
+    tokenizer.add_special_tokens({"eos_token": "</s>", "additional_special_tokens": ["<e>"]})
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert end_token_ids(tmp_path, tokenizer) == [7, 8, 9, tokenizer.eos_token_id]
+    turn_end = tokenizer.convert_tokens_to_ids("<e>")
+    tokenizer.chat_template = CHAT.replace(
+        "{% endfor %}", "{% if m['role'] == 'assistant' %}<e>{% endif %}{% endfor %}"
+    )
+    ends = [tokenizer.eos_token_id]
+    assert f"with <e> ({turn_end}), which is no end token" in ChatTokens(tokenizer, ends).other_end
+    assert ChatTokens(tokenizer, [*ends, turn_end]).other_end is None
 
 
 def test_a_file_takes_the_place_of_the_tokenizers_chat_template(tmp_path):

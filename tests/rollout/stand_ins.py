@@ -87,7 +87,7 @@ class Server:
         self.behaviour, self.healthy, self.lists = behaviour, healthy, lists
         self.asked: list[str] = []  # names, or lists of names
         self.running: list[tuple[str, asyncio.Future]] = []  # request id, done when it is aborted
-        self.seeds: dict[str, int | None] = {}  # request id -> its sampling_seed
+        self.sampling: dict[str, dict] = {}  # request id -> its sampling parameters
         self.aborted: list[str] = []
         self.under_way = self.most = 0
 
@@ -98,7 +98,7 @@ class Server:
         if several and not self.lists:
             return web.json_response({"error": {"message": "no lists"}}, status=400)
         for r, parameters in zip(rid if several else [rid], sampling if several else [sampling], strict=True):
-            self.seeds[name_of(r)] = parameters.get("sampling_seed")
+            self.sampling[name_of(r)] = parameters
         self.asked.append([name_of(r) for r in rid] if several else name_of(rid))
         if several:
             return await (self.lists(request, rid) if callable(self.lists) else self._stream(request, rid))

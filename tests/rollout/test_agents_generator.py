@@ -175,7 +175,7 @@ def test_an_episode_of_one_turn_is_the_rollout_without_an_agent(episodes, with_g
 
         options = {"data": data} if run is episodes else {"end": (END,)}
         batch = run(work, server, **options).batch
-        found.append((batch, sorted(server.seeds.values())))
+        found.append((batch, sorted(each["sampling_seed"] for each in server.sampling.values())))
         step_file(tmp_path, 1).unlink()
     (episode, seeds), (plain, plain_seeds) = found
     assert seeds == plain_seeds

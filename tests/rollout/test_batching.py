@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -54,6 +55,19 @@ def test_a_response_does_not_wait_for_the_others_of_its_list():
             await finish.wait()
 
     assert run(Server(behaviour, lists=True), work).error == ""
+
+
+def test_a_stop_text_is_looked_for_where_every_token_of_it_is_one_byte():
+    """SGLang looks at the last tokens, as many as the text has by itself, unless something longer is asked for."""
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    server = Server()
+    run(server, lambda client: client.generate("r", [1], stop=["</answer>é"]), stop=["x"])
+    run(server, lambda client: client.generate("none", [1]))
+    params = SamplingParams(**server.sampling["r"])
+    params.normalize(SimpleNamespace(encode=lambda text, **options: [0]))
+    assert params.stop_regex_max_len == len("</answer>é".encode()) and params.stop_strs == ["x", "</answer>é"]
+    assert "stop_regex" not in server.sampling["none"]
 
 
 def ask(client, *names):

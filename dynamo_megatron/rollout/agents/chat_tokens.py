@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from dynamo_megatron.data.templates import rendered_ids
+from dynamo_megatron.data.templates import encode_text, rendered_ids
 from dynamo_megatron.reward.extraction import FINAL, THINKING, opened_thinking, response_decoder
 from dynamo_megatron.rollout.agents.messages import MALFORMED, BadRequest, Message
 from dynamo_megatron.runtime.plain_text import error_line
@@ -107,6 +107,15 @@ class ChatTokens:
         """`closing_token`; None where no sampled answer ends with it."""
         return end if (end := self.closing_token) in self._ends else None
 
+    @property
+    def other_end(self) -> str | None:
+        """What to know where the template ends an answer with a special token that would not end a sampled one."""
+        end = self.closing_token
+        added = self._tokenizer.added_tokens_decoder.get(end)
+        if end in self._ends or added is None or not added.special:
+            return None
+        return f"the chat template ends an answer with {added.content} ({end}), which is no end token of the model"
+
     def text_of(self, tokens: Sequence[int], specials: bool) -> str:
         """Returns the text of a sampled answer, without the token that ended it. `specials`: keep the other special
         tokens."""
@@ -131,9 +140,9 @@ class ChatTokens:
         return response_decoder(self._tokenizer)
 
     def encode_text(self, text: str) -> list[int]:
-        """Returns the ids of a plain text, with the special tokens that the tokenizer puts before it."""
+        """As `data.templates.encode_text`. Raises BadRequest."""
         with _rendering():
-            return self._tokenizer.encode(text)
+            return encode_text(text, self._tokenizer)
 
     @cached_property
     def _turn_end_text(self) -> str | None:
