@@ -148,7 +148,7 @@ ARTICLE = re.compile(r"\sa\Z")
 LONGEST = 20_000  # characters at the end of a response that are searched where it has no box
 LAST_SENTENCES = 5  # that are tried, of those with "the answer is"
 LAST_RUNS = 8  # among which the result of a calculation is looked for
-SEVERAL = re.compile(r"\([A-J]\)|\b(?:and|or|not)\b|, ?\(?[A-J]\b")  # after the letter of a choice
+SEVERAL = re.compile(r"\([A-J]\)|\b(?:and|or|not)\b")  # after the letter of a choice
 LETTER = re.compile("[A-J]")
 SIGN = re.compile(r"\s?[-+−–*/×÷^]")
 # After a number, up to the end of its sentence, no verb: "of the 108 bottles".
@@ -224,6 +224,8 @@ def final_answers(response: str, words: bool = False) -> list[str]:
     text = HALF.sub(r"\1.5", _own_part(text))
     marked = list(MARKED.finditer(text))
     found = last_boxes(text[marked[-1].start() :] if marked else text)
+    if len(found) > 1 and label_of(normal_form(found[0]))[0]:
+        return found[-1:]  # the label of the first box is none of the list
     if found or (not marked and boxed(text)):
         return found
     if marked:
@@ -283,7 +285,8 @@ def _unmarked(text: str, words: bool) -> list[str]:
         line = last_line(text)
         form, spans = normal_form(line), [next(filter(None, span.groups())) for span in list(LATEX.finditer(line))[-1:]]
         bold = BOLD.fullmatch(line)
-        marked = [bold[2]] if bold and not DOUBTED.search(bold[1]) else [*spans, *last_expressions(line)]
+        alone = bold and not DOUBTED.search(bold[1]) and not LATEX.search(line, bold.end(2))
+        marked = [bold[2]] if alone else [*spans, *last_expressions(line)]
         # What the line's normal form has lost would be a second answer beside it.
         lost = any(in_words(other := normal_form(each)) and other not in form for each in marked)
         return marked if lost else [line, *marked]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import cmath
 import json
 import re
 import sys
@@ -17,21 +18,23 @@ from dynamo_megatron.types import Prompt
 # Some datasets give 0.01 or 0.05 to an empty answer or 0, others to any text. A score that these answers would get
 # earns no reward.
 WORTHLESS = ("", None, "?", "0")
-NO_NUMBER = re.compile(r"\b(?:nan|inf(?:inity)?)\b", re.IGNORECASE)  # gets 1 where exp(-distance) is the score
-# Their scorers evaluate the answer as Python: as a list, or with sympy, whose names give a policy the whole process.
+# Scorers that evaluate the answer as a Python list, and those that give it to sympy, which evaluates it, too: names,
+# strings and escapes in it would have the whole process.
 LISTS = ("string_insertion", "spiral_matrix", "binary_matrix", "n_queens")
-FORMULAS = ("countdown", "puzzle24", "simple_integration", "intermediate_integration", "polynomial_multiplication")
-NAME = re.compile(r"[^\W\d]\w*")
+ARITHMETIC = re.compile(r"[\d\s+\-*/().]*", re.ASCII)
+FORMULA = re.compile(r"[\w\s+\-*/^(),.]*", re.ASCII)
+NAME = re.compile(r"[A-Za-z_]\w*")
 NAMES = {kind + name for kind in ("", "a", "arc") for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")} | {
-    *("exp", "log", "ln", "sqrt", "pi", "Abs", "abs", "sec", "csc", "cot")
+    *("exp", "log", "ln", "sqrt", "pi", "Abs", "abs", "sec", "csc", "cot", "Rational", "C1", "C_1")
 }
 
 
 def reasoning_gym_answer(prompt: Prompt, response: str) -> float:
-    r"""The dataset's score in [0, 1] of the answer in `response`, or 0 where no answer or "?" would get at least that.
+    r"""The dataset's score in [0, 1] of the answer in `response`, or 0 where no answer, "?" or 0 would get at least
+    that. The dataset's own answer gets 1.
 
-    An answer that makes the scorer raise gets 0. Raises ValueError where the prompt does not come from a
-    `reasoning_gym:` source.
+    An answer that makes the scorer raise, or that it may not see (`_refused`), gets 0. Raises ValueError where the
+    prompt does not come from a `reasoning_gym:` source.
     """
     if "reasoning_gym" not in prompt.meta:
         raise ValueError("the reasoning_gym reward needs prompts of a reasoning_gym: source")
@@ -39,13 +42,14 @@ def reasoning_gym_answer(prompt: Prompt, response: str) -> float:
     entry = meta["entry"]
     dataset = _dataset(meta["dataset"], json.dumps(meta["options"]))
     answer = extract_answer(response, str(entry["answer"]))
-    right = str(entry["answer"]).strip()
-    if answer == right:
+    right, name = entry["answer"], meta["dataset"]
+    if isinstance(right, bool):  # the scorer takes every text for True
+        return Graded(float(answer.strip(" .").lower() == str(right).lower()), answer)
+    if right is not None and answer == str(right).strip():
         return Graded(1.0, answer)
-    if NO_NUMBER.search(answer) and not NO_NUMBER.search(right):
-        return Graded(0.0, answer)
-    score = _score(dataset, meta["dataset"], answer, entry)
-    worthless = max(_score(dataset, meta["dataset"], each, entry) for each in WORTHLESS if each != right)
+    score = _score(dataset, name, answer, entry)
+    scores = {each: _score(dataset, name, each, entry) for each in WORTHLESS}
+    worthless = max(value for each, value in scores.items() if each != "0" or value < 1)
     return Graded(min(score, 1.0) if score > worthless else 0.0, answer)
 
 
@@ -71,11 +75,30 @@ def _dataset(name: str, options: str) -> Any:
 
 
 def _score(dataset: Any, name: str, answer: str | None, entry: dict[str, Any]) -> float:
-    if name in FORMULAS and any(len(each) > 1 and each not in NAMES for each in NAME.findall(answer or "")):
-        return 0.0
     try:
-        if name == "coin_flip":  # its score of 0 is 1 beside 0.25
-            return float(abs(Fraction(answer) - Fraction(entry["answer"])) <= 1e-4)
+        if answer is not None and _refused(dataset, name, answer, entry):
+            return 0.0
         return float(dataset.score_answer(answer, entry))
     except Exception:  # scorers may raise anything on a text that they cannot parse: a wrong answer
         return 0.0
+
+
+def _refused(dataset: Any, name: str, answer: str, entry: dict[str, Any]) -> bool:
+    """Whether the dataset's scorer would run `answer`, or pay for it blindly. May raise what the scorer may."""
+    match name:
+        case "simple_integration" | "intermediate_integration" | "polynomial_multiplication":
+            named = any(len(each) > 1 and each not in NAMES for each in NAME.findall(answer))
+            return named or not FORMULA.fullmatch(answer)
+        case "countdown":
+            return not ARITHMETIC.fullmatch(answer)
+        case "puzzle24":  # the scorer does not look at which numbers are used
+            used = sorted(map(int, re.findall(r"\d+", answer)))
+            return used != sorted(entry["metadata"]["numbers"]) or not ARITHMETIC.fullmatch(answer)
+        case "complex_arithmetic":  # exp(-distance) is 1 for nan
+            return not cmath.isfinite(dataset.parse_string_to_complex(answer))
+        case "coin_flip":  # the longest common beginning: 0 for 0.25
+            right = Fraction(entry["answer"])
+            return abs(Fraction(answer) - right) > right / 100
+        case "rubiks_cube":  # it makes as many turns
+            return re.search(r"\d{3}", answer) is not None
+    return False

@@ -28,8 +28,8 @@ STATED = re.compile(
     r"(?:(?<!wrong )(?<!other )\b(?:answer|choice|option)\b(?:[ \t]+is\b|[ \t*]*[:：])"
     r"|(?<!\bif )(?<!\bwhen )(?<!\bshould )(?<!\bsuppose )\bI(?:['’]d|['’]ll| would| will)? (?:choose|pick|go with)\b"
     r"(?! (?:to|this|that|it|these|those|them)\b)"
-    r"|(?:答案|正确选项)(?:应?[是为為]|[ \t*]*[:：])(?:选项)?"
-    r"|(?:所以|因此|综上|本题|答案|[故应])[，,]?(?:本题|答案)?应?选(?!项))"
+    r"|(?:答案|正确选项)(?:(?:应该?)?[是为為]|[ \t*]*[:：])(?:选项)?"
+    r"|(?:所以|因此|综上|本题|答案|[故应])[，,]?(?:本题|答案)?应?选(?!项(?![（(]?[A-Z][）)]?是?正确)))"
     # what follows in the line up to a "but" or a question mark, or a letter that begins the next line
     r"((?:[ \t*_]*\n){1,2}[ \t*_(]*[A-Z](?:[*_).:][^\n]{0,200})?[ \t]*(?=\n|\Z)"
     r"|(?:(?!\b(?:but|however|wait|actually)\b(?! (?:if|not)\b)|\?)[^\n]){0,200})",
@@ -161,7 +161,10 @@ def chosen(response: str) -> str | None:
             return small[1].upper()
         last = text.rstrip().rpartition("\n")[2].lstrip(" \t*_")
         marked = MARKED.match(last) if not stated and len(MARKED.findall(text)) == 1 else None
-        marked = marked or (NAMED.search(last) if not stated else None)
+        if not (marked or stated) and (named := [*NAMED.finditer(last)]):
+            if len({each[1] or each[2] for each in named}) > 1:
+                return None
+            marked = named[-1]
         if marked and not CONCLUDED.search(last, marked.end()):
             return marked[1] or marked[2]
         return _letter(stated) if stated else (letters[-1] if letters else None)

@@ -190,21 +190,22 @@ def test_a_broken_file_of_a_run_is_one_line_before_anything_starts(tmp_path, nam
         assert re.fullmatch(f"output_dir: {re.escape(str(tmp_path / name))}{expected}", str(refused.value)), refused
 
 
-def test_a_run_with_only_damaged_checkpoints_is_refused_before_anything_starts(tmp_path):
+@pytest.mark.parametrize("steps", [(6,), (3, 6)])
+def test_a_run_with_only_damaged_checkpoints_is_refused_before_anything_starts(tmp_path, steps):
     config = settings(tmp_path)
     OutputDir(config).take_over(0, 1)
-    folders = [tmp_path / "checkpoints" / f"step-{step:06d}" for step in (3, 6)]
-    for step, folder in zip((3, 6), folders, strict=True):
+    folders = [tmp_path / "checkpoints" / f"step-{step:06d}" for step in steps]
+    for step, folder in zip(steps, folders, strict=True):
         folder.mkdir(parents=True)
         (folder / "state.json").write_text("{}")
         write_manifest(folder, {"step": step, "model": {}, "dtype": "bfloat16", "layout": None})
-    (folders[1] / "state.json").unlink()
-    assert OutputDir(config).finished() is None, "it goes on from step 3"
-    (folders[0] / "state.json").unlink()
+    for folder in folders:
+        assert OutputDir(config).finished() is None, "it can go on"
+        (folder / "state.json").unlink()
     with pytest.raises(ConfigError) as error:
         OutputDir(config).finished()
     root = tmp_path / "checkpoints"
     assert str(error.value) == (
-        f"output_dir: {root}: the checkpoint of step 6 is damaged: {folders[1] / 'state.json'}: missing, and no other "
+        f"output_dir: {root}: the checkpoint of step 6 is damaged: {folders[-1] / 'state.json'}: missing, and no other "
         f"is complete; to start from step 0 move {root} away"
     )

@@ -23,7 +23,8 @@ def test_an_interrupted_run_says_so_where_rank_0_cannot(tmp_path):
     command = [sys.executable, "-P", "-m", "dynamo_megatron.launcher.local", "1", str(tmp_path / "run"), "report"]
     with log.open("w") as file:
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
-    wait_until(started.exists, log)
+    wait_until(lambda: started.exists() or process.poll() is not None, log)
+    assert started.exists(), log.read_text()
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 130
     assert log.read_text() == f"interrupted; {FROM_STEP_0}\n"

@@ -150,8 +150,6 @@ def equal_values(first: Node, second: Node) -> bool:
             return abs(mine - other) <= TOLERANCE  # whole numbers that differ are never rounded
         return None in places or abs(mine - other) < Fraction(10) ** -min(places)  # type: ignore[type-var]
     names = variables(first, second)
-    if bool(variables(first)) != bool(variables(second)):
-        return False  # x/|x| is 1 where x is positive
     tolerance = mp.mpf(TOLERANCE.numerator) / TOLERANCE.denominator if rounded else mp.mpf(10) ** -SURE
     if not names:
         if any(value is not None and value.denominator == 1 for value in (mine, other)):
@@ -168,6 +166,8 @@ def equal_values(first: Node, second: Node) -> bool:
         kinds.append("positive")
     if used & {"floor", "ceil"} and not _equal_at(points(names, "integer"), first, second, tolerance, 0):
         return False  # the others are never whole, where ceil(x) is floor(x) + 1
+    if bool(variables(first)) != bool(variables(second)):
+        kinds = ["real"]  # a constant: x/|x| is 1 where x is positive
     return any(_equal_at(points(names, kind), first, second, tolerance, ENOUGH) for kind in kinds)
 
 
