@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 CODE = r"\.(py|js|css|html|sh)$"
 # what is counted: (the most, unit, pattern of a path)
 BUDGETS = {
-    "product": (37_240, "lines", rf"^(dynamo_megatron|kernels|launcher|tools)/.*{CODE}"),
-    "tests": (27_860, "lines", r"^tests/.*\.py$"),
+    "product": (37_250, "lines", rf"^(dynamo_megatron|kernels|launcher|tools)/.*{CODE}"),
+    "tests": (27_880, "lines", r"^tests/.*\.py$"),
     "benchmarks": (3_930, "lines", r"^benchmarks/.*\.py$"),
     "docs": (37_900, "words", r"\.md$"),
 }

@@ -74,10 +74,14 @@ def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     return tokenizer.backend_tokenizer if plain and not tokenizer.clean_up_tokenization_spaces else None
 
 
+SERVERS_ENDS = ("<|eom_id|>", "<|ifm|im_end|>", "<|content_model_end_sampling|>")
+
+
 def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end a response: those of generation_config.json and config.json, as SGLang has them, and the
-    tokenizer's."""
-    ends: set[int] = set()
+    """The tokens that end a response: as on SGLang's servers those of generation_config.json, config.json and
+    SERVERS_ENDS, and the tokenizer's. Raises InputError for what is no token id, and where there is none."""
+    added = tokenizer.get_added_vocab()
+    ends = {added[text] for text in SERVERS_ENDS if text in added}
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
         said = plain_json.read_object(file).get("eos_token_id") if file.is_file() else None

@@ -125,8 +125,9 @@ class OutputDir:
 
     def take_over(self, step: int, ranks: int) -> None:
         """Writes config.yaml. The run goes on after `step`: rollouts of later steps than the next one came from weights
-        that other settings will not give again, and are dropped if such settings or the `ranks` have changed. With
-        `rollout.max_staleness` they may come from weights up to `step`; the rollout process drops those that do not."""
+        that other settings will not give again, and are dropped if such settings have changed, or the number of `ranks`
+        since the checkpoint. With `rollout.max_staleness` they may come from weights up to `step`; the rollout process
+        drops those that do not."""
         plain, ahead = to_plain(self.config), self.config.rollout.max_staleness > 0
         scheduled = any(o.schedule != "constant" for o in (self.config.optimizer, self.config.critic.optimizer))
         keys = (*_TRAJECTORY, *(["trainer.steps"] if scheduled else []))

@@ -212,7 +212,7 @@ def check_vocabulary(path: str | os.PathLike, spec: ModelSpec, tokenizer: PreTra
         if end >= spec.vocab_size:
             raise InputError(
                 f"model.path: the end token {end} of {path} is beyond the embedding's {spec.vocab_size} rows; "
-                "correct eos_token_id in generation_config.json"
+                "correct eos_token_id in generation_config.json or config.json"
             )
         if tokenizer.convert_ids_to_tokens(end) is None:
             raise InputError(

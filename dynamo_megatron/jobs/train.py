@@ -153,7 +153,8 @@ class TrainJob(Job):
         if config.rollout.engine == "sglang":  # recorded rollouts have their rewards
             check_answers(prompts, config)
         chat = ChatTokens(tokenizer, ends, template_variables(config.data))
-        if serves and config.data.template == "chat" and (note := chat.other_end):
+        stops, chats = config.rollout.stop, config.data.template == "chat"
+        if serves and chats and (note := chat.other_end) and not any(f"with {text} (" in note for text in stops):
             names_it = f"eos_token_id in {config.model.path}/generation_config.json has it"
             self.journal.say(f"warning: {note}: responses go on after it unless {names_it}")
         for warning in rendered_warning(prompts[0], tokenizer, config.data):

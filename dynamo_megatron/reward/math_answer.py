@@ -148,7 +148,7 @@ ARTICLE = re.compile(r"\sa\Z")
 LONGEST = 20_000  # characters at the end of a response that are searched where it has no box
 LAST_SENTENCES = 5  # that are tried, of those with "the answer is"
 LAST_RUNS = 8  # among which the result of a calculation is looked for
-SEVERAL = re.compile(r"\([A-J]\)|\b(?:and|or|not)\b")  # after the letter of a choice
+SEVERAL = re.compile(r"\([A-J]\)|\b(?:and|or|not)\b|[,;] ?[A-J][.:)]")  # after the letter of a choice
 LETTER = re.compile("[A-J]")
 SIGN = re.compile(r"\s?[-+−–*/×÷^]")
 # After a number, up to the end of its sentence, no verb: "of the 108 bottles".

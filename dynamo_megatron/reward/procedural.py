@@ -19,10 +19,11 @@ from dynamo_megatron.types import Prompt
 # earns no reward.
 WORTHLESS = ("", None, "?", "0")
 # Scorers that evaluate the answer as a Python list, and those that give it to sympy, which evaluates it, too: names,
-# strings and escapes in it would have the whole process.
+# strings and escapes in it could take over the process.
 LISTS = ("string_insertion", "spiral_matrix", "binary_matrix", "n_queens")
-ARITHMETIC = re.compile(r"[\d\s+\-*/().]*", re.ASCII)
+ARITHMETIC = re.compile(r"(?!.*(?:\*\*|//))[\d\s+\-*/()]*", re.ASCII | re.DOTALL)  # of whole numbers, without powers
 FORMULA = re.compile(r"[\w\s+\-*/^(),.]*", re.ASCII)
+HUGE = re.compile(r"[eE][-+]?\d{3}")  # a power that takes minutes
 NAME = re.compile(r"[A-Za-z_]\w*")
 NAMES = {kind + name for kind in ("", "a", "arc") for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")} | {
     *("exp", "log", "ln", "sqrt", "pi", "Abs", "abs", "sec", "csc", "cot", "Rational", "C1", "C_1")
@@ -30,11 +31,11 @@ NAMES = {kind + name for kind in ("", "a", "arc") for name in ("sin", "cos", "ta
 
 
 def reasoning_gym_answer(prompt: Prompt, response: str) -> float:
-    r"""The dataset's score in [0, 1] of the answer in `response`, or 0 where no answer, "?" or 0 would get at least
-    that. The dataset's own answer gets 1.
+    r"""The dataset's score in [0, 1] of the answer in `response`, or 0 where no answer, "?" or a wrong 0 would get at
+    least that. The dataset's own answer gets 1.
 
-    An answer that makes the scorer raise, or that it may not see (`_refused`), gets 0. Raises ValueError where the
-    prompt does not come from a `reasoning_gym:` source.
+    An answer that makes the scorer raise, or that the scorer may not see (`_refused`), gets 0. Raises ValueError where
+    the prompt does not come from a `reasoning_gym:` source.
     """
     if "reasoning_gym" not in prompt.meta:
         raise ValueError("the reasoning_gym reward needs prompts of a reasoning_gym: source")
@@ -91,14 +92,17 @@ def _refused(dataset: Any, name: str, answer: str, entry: dict[str, Any]) -> boo
             return named or not FORMULA.fullmatch(answer)
         case "countdown":
             return not ARITHMETIC.fullmatch(answer)
-        case "puzzle24":  # the scorer does not look at which numbers are used
+        case "puzzle24":  # the scorer looks neither at which numbers are used nor behind the decimal point
             used = sorted(map(int, re.findall(r"\d+", answer)))
-            return used != sorted(entry["metadata"]["numbers"]) or not ARITHMETIC.fullmatch(answer)
+            wrong = used != sorted(entry["metadata"]["numbers"]) or not ARITHMETIC.fullmatch(answer)
+            return wrong or sys.modules[type(dataset).__module__].parse_expr(answer) != 24
+        case "number_sorting":
+            return "nan" in answer.lower()
         case "complex_arithmetic":  # exp(-distance) is 1 for nan
             return not cmath.isfinite(dataset.parse_string_to_complex(answer))
         case "coin_flip":  # the longest common beginning: 0 for 0.25
             right = Fraction(entry["answer"])
-            return abs(Fraction(answer) - right) > right / 100
+            return HUGE.search(answer) is not None or abs(Fraction(answer) - right) > right / 100
         case "rubiks_cube":  # it makes as many turns
             return re.search(r"\d{3}", answer) is not None
     return False

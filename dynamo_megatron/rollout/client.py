@@ -162,7 +162,7 @@ class SGLangClient:
         sampling = self._sampling | {name: value for name, value in given.items() if value is not None}
         sampling["stop"] = [*sampling["stop"], *stop]
         if longest := max((len(text.encode()) for text in sampling["stop"]), default=0):
-            # Never matches. SGLang looks for texts in as many of the last tokens, of which each may be one byte.
+            # It never matches, but SGLang searches as many of the last tokens as a pattern has characters.
             sampling["stop_regex"] = [rf"[^\s\S]{{{longest}}}"]
         request = GenerateRequest(request_id, prompt_tokens, sampling, None if self.routes is None else routes_from)
         try:

@@ -167,6 +167,8 @@ def test_end_tokens_are_those_that_the_server_ends_a_response_on(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 9}))
     assert end_token_ids(tmp_path, tokenizer) == [7, 8, 9, tokenizer.eos_token_id]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<e>", "<|eom_id|>"]})
+    assert tokenizer.convert_tokens_to_ids("<|eom_id|>") in end_token_ids(tmp_path, tokenizer)
     turn_end = tokenizer.convert_tokens_to_ids("<e>")
     tokenizer.chat_template = CHAT.replace(
         "{% endfor %}", "{% if m['role'] == 'assistant' %}<e>{% endif %}{% endfor %}"

@@ -1,7 +1,10 @@
+from types import SimpleNamespace
+
 import pytest
 
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.sources import load_prompts
+from dynamo_megatron.reward import procedural
 from dynamo_megatron.reward.procedural import extract_answer, reasoning_gym_answer
 from dynamo_megatron.types import Prompt
 
@@ -31,11 +34,8 @@ def test_nonsense_earns_nothing(name, response):
     [
         ("string_insertion", "oracle_answer"),
         ("n_queens", "[row.split() for row in valid_solutions[0].split(chr(10))]"),
-        ("countdown", "exit()"),
-        ("simple_integration", "exec(chr(49))"),
-        ("simple_integration", r"exp('\157\160\145\156')"),
         ("puzzle24", "8*3*1*1"),
-        ("countdown", "pi/pi"),
+        ("number_sorting", "['nan', 'nan', 'nan']"),
         ("complex_arithmetic", "1+nani"),
         ("rubiks_cube", "F999999999"),
         ("rush_hour", "None"),
@@ -46,6 +46,22 @@ def test_nonsense_earns_nothing(name, response):
 )
 def test_what_a_scorer_would_evaluate_or_pay_for_blindly_earns_nothing(name, answer):
     assert reasoning_gym_answer(first(f"{name}?size=1&seed=7"), f"<answer>{answer}</answer>") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "answers"),
+    [
+        ("simple_integration", ["exec(chr(49))", r"exp('\157')", "x # 1", "x._y", "ﬁ", "__x", "S[1]"]),
+        ("countdown", ["pi/pi", "2**3", "7//2", "2.3*5", "E-E", "1 # 2"]),
+    ],
+)
+def test_what_sympy_would_evaluate_is_not_shown_to_it(monkeypatch, name, answers):
+    prompt, seen = first(f"{name}?size=1&seed=7"), []
+    scorer = SimpleNamespace(score_answer=lambda answer, entry: seen.append(answer) or 0.0)
+    monkeypatch.setattr(procedural, "_dataset", lambda name, options: scorer)
+    for answer in [*answers, "2 + 3"]:
+        reasoning_gym_answer(prompt, f"<answer>{answer}</answer>")
+    assert {answer for answer in seen if answer} == {"0", "2 + 3"}
 
 
 def test_formulas_are_still_read():
