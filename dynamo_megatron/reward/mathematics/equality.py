@@ -231,8 +231,8 @@ def _stated(relation: Relation, of_answer: bool) -> list[Node]:
         if _is_structured(value) or _is_structured(_bare_value(last)):
             return []
         if not is_constant(value):
-            either = [last] if is_constant(last) else [value, last]
-            return either if _is_name(members[0], False) else []
+            stated = last if is_constant(last) else value  # both would be two answers
+            return [stated] if _is_name(members[0], False) else []
         return [value, last] if _rounds_to(_bare_value(value), _bare_value(last)) else [value]
     if set(relation.signs) != {"="} or relation.modulus is not None:
         found = _element_of(relation) or interval_of(relation)
