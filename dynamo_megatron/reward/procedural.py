@@ -49,8 +49,8 @@ def reasoning_gym_answer(prompt: Prompt, response: str) -> float:
     if right is not None and answer == str(right).strip():
         return Graded(1.0, answer)
     score = _score(dataset, name, answer, entry)
-    scores = {each: _score(dataset, name, each, entry) for each in WORTHLESS}
-    worthless = max(value for each, value in scores.items() if each != "0" or value < 1)
+    scores = {each: _score(dataset, name, each, entry) for each in WORTHLESS if score > 0}
+    worthless = max((value for each, value in scores.items() if each != "0" or value < 1), default=0.0)
     return Graded(min(score, 1.0) if score > worthless else 0.0, answer)
 
 

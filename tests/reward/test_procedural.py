@@ -61,7 +61,7 @@ def test_what_sympy_would_evaluate_is_not_shown_to_it(monkeypatch, name, answers
     monkeypatch.setattr(procedural, "_dataset", lambda name, options: scorer)
     for answer in [*answers, "2 + 3"]:
         reasoning_gym_answer(prompt, f"<answer>{answer}</answer>")
-    assert {answer for answer in seen if answer} == {"0", "2 + 3"}
+    assert seen == ["2 + 3"]
 
 
 def test_formulas_are_still_read():

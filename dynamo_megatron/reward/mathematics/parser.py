@@ -37,6 +37,7 @@ from dynamo_megatron.reward.mathematics.value import (
     compound,
     exact,
     is_plain_number,
+    union_of,
     variables,
 )
 
@@ -48,7 +49,6 @@ RELATIONS = {
     **{"=": "=", "<": "<", ">": ">", "lt": "<", "gt": ">", "le": "<=", "ge": ">=", "ne": "!=", "<=": "<=", ">=": ">="},
     **{"!=": "!=", "==": "=", "in": "in", "approx": "approx", "equiv": "equiv", "sim": "sim", "propto": "propto"},
 }
-INEQUALITIES = {"<", "<=", ">", ">="}
 MODULO, ABOUT = ("bmod", "mod"), ("approx", "approximately", "about")
 SETS = {"cup": "union", "cap": "cap", "setminus": "minus", "backslash": "minus"}
 
@@ -59,21 +59,6 @@ def parse(text: str) -> Node:
     node = parser.infix(("end",))
     parser.take("end")
     return node
-
-
-def _union(items: list[Node]) -> Group | None:
-    """x < 2 or x > 3, x < 0 or x = 1; None without an inequality, and for several variables."""
-    parts: list[Node] = []
-    for item in items:
-        match item:
-            case Relation(signs=("=",), members=(Symbol(), value), modulus=None):
-                parts.append(Group("set", (value,)))
-            case Relation(signs=signs) if set(signs) <= INEQUALITIES:
-                parts.append(item)
-            case _:
-                return None
-    several = len(variables(*items)) > 1 or not any(part in items for part in parts)
-    return None if several else Group("union", tuple(parts))
 
 
 class _Parser:
@@ -121,7 +106,7 @@ class _Parser:
             if self.next.kind in ends:
                 break
             items.append(self.element())
-        if either and (union := _union(items)) is not None:
+        if either and (union := union_of(items)) is not None:
             return union
         return items[0] if len(items) == 1 else compound(items) or Group("list", tuple(items))
 

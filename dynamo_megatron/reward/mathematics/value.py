@@ -120,6 +120,21 @@ def compound(items: Sequence[Node]) -> Quantity | None:
     return Quantity(value, first.unit, compound=True)
 
 
+def union_of(items: Sequence[Node]) -> Group | None:
+    """x < 2 or x > 3, x < 0 or x = 1; None without an inequality, and for several variables."""
+    parts: list[Node] = []
+    for item in items:
+        match item:
+            case Relation(signs=("=",), members=(Symbol(), value), modulus=None):
+                parts.append(Group("set", (value,)))
+            case Relation(signs=signs) if set(signs) <= {"<", "<=", ">", ">="}:
+                parts.append(item)
+            case _:
+                return None
+    several = len(variables(*items)) > 1 or not any(part in items for part in parts)
+    return None if several else Group("union", tuple(parts))
+
+
 def is_plain_number(node: Node) -> bool:
     r"""A number as it is written before a noun: 7, -2.5, 3/4, 1 1/2, 6 \times 10^5, 2^{10}, 5!; not 2 \times 3."""
     if isinstance(node, Op) and node.name == "times":  # scientific notation
